@@ -1,0 +1,58 @@
+# Every target makes .venv if it is missing. Needs nothing beforehand but Python 3.11 to 3.13, make and git.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test test-fast lint types bench docs docs-check constraints check clean
+.DEFAULT_GOAL := test
+
+# uv installs torch and its kin in a fifth of pip's time; pip brings uv itself.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "Headrace needs Python 3.11 to 3.13; $(PYTHON) is `$(PYTHON) -V 2>&1`. Name another: make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing Headrace into $(VENV) (first time: about 3 GB of packages)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[all]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/headrace demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/pytest $(ARGS)
+
+test-fast: $(STAMP)
+	$(BIN)/pytest -m 'not slow' $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+# What is generated from the code: JSON Schemas and the AsyncAPI document.
+docs: $(STAMP)
+	$(BIN)/headrace docs jsonschema --out schemas/json
+	$(BIN)/headrace docs asyncapi --out schemas/asyncapi.yaml
+
+docs-check: $(STAMP)
+	$(BIN)/headrace docs jsonschema --out schemas/json --check
+	$(BIN)/headrace docs asyncapi --out schemas/asyncapi.yaml --check
+
+# Exact versions for every supported Python and platform, from the ranges in pyproject.toml.
+constraints: $(STAMP)
+	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --upgrade \
+	  --no-header --no-annotate --quiet -o constraints.txt
+
+check: lint types docs-check
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
