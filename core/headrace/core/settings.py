@@ -1,0 +1,147 @@
+"""Settings of every process, from the environment (`HEADRACE_…`, nested with `__`) or one YAML file.
+
+The file is named by `HEADRACE_CONFIG`; the environment wins over it. Guarantees: unknown or contradictory settings are refused at
+start with the field's path; secrets are `SecretStr` and never printed. Gives up: reloading; a process reads its settings once.
+"""
+
+import os
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+
+from headrace.schemas.claim import INLINE_LIMIT
+from headrace.schemas.topics import Topics
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class KafkaSettings(_Section):
+    """How to reach Kafka. Without `bootstrap_servers` the local broker is used where one may be started."""
+
+    bootstrap_servers: str | None = None
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = None
+    sasl_username: str | None = None
+    sasl_password: SecretStr | None = None
+    ssl_cafile: Path | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_keyfile_password: SecretStr | None = None
+    ssl_check_hostname: bool = True
+    request_timeout_ms: int = Field(default=40_000, ge=1000)
+
+    @model_validator(mode="after")
+    def _sasl_is_whole(self) -> Self:
+        if self.security_protocol.startswith("SASL") and not (self.sasl_mechanism and self.sasl_username and self.sasl_password):
+            raise ValueError(f"security_protocol={self.security_protocol} needs sasl_mechanism, sasl_username and sasl_password")
+        if self.ssl_certfile is not None and self.ssl_keyfile is None:
+            raise ValueError("ssl_certfile needs ssl_keyfile")
+        return self
+
+
+class TopicSettings(_Section):
+    """Names and shape of the topics."""
+
+    prefix: str = Field(default="headrace.", pattern=r"^[a-zA-Z0-9._-]*$", max_length=200)
+    partitions: int = Field(default=12, ge=1, le=4096)
+    """Lanes; fixed when the topics are created."""
+    replication_factor: int = Field(default=-1, ge=-1)
+    """-1: the broker's default."""
+
+
+class StoreSettings(_Section):
+    """Where large things are: payloads, weights, snapshots."""
+
+    url: str = Field(default="file://.headrace/store", pattern=r"^(file|s3)://.+")
+
+
+class S3Settings(_Section):
+    """How to reach S3; empty fields fall back to boto3's own chain."""
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    access_key_id: str | None = None
+    secret_access_key: SecretStr | None = None
+
+
+class ProducerSettings(_Section):
+    """The producer embedded in agent runtimes."""
+
+    compression: Literal["none", "lz4", "zstd"] = "lz4"
+    linger_ms: int = Field(default=5, ge=0)
+    buffer_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
+    """Bytes of encoded groups that wait for their acknowledgement; beyond that, `send` waits."""
+    inline_limit_bytes: int = Field(default=INLINE_LIMIT, ge=1024, le=900_000)
+    encoding: Literal["safetensors", "json"] = "safetensors"
+
+
+class WorkerSettings(_Section):
+    """A trainer worker."""
+
+    group: str = Field(default="default", pattern=r"^[a-zA-Z0-9._-]+$")
+    session_timeout_ms: int = Field(default=10_000, ge=1000)
+    heartbeat_interval_ms: int = Field(default=3_000, ge=100)
+    transaction_timeout_ms: int = Field(default=60_000, ge=1000)
+    read_ahead_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
+    refusal_linger_seconds: float = Field(default=1.0, ge=0)
+    """Refusals and dead letters that no step carries are committed after this."""
+    duplicate_window: int = Field(default=100_000, ge=1)
+    """A group id is a duplicate if it was admitted among the model's last so many groups."""
+    threads: int = Field(default=0, ge=0)
+    """Torch threads of a rank; 0: all cores."""
+    work_dir: Path = Path(".headrace/worker")
+    """Local files of a step before they are stored."""
+    keep_versions: int = Field(default=0, ge=0)
+    """Weights and snapshots of older versions that are kept; 0: all."""
+
+
+class BaseModelEntry(_Section):
+    """A base model of the catalogue: a folder, a GGUF file, or a store URI; and what of it may be trained."""
+
+    path: str
+    trainable: tuple[Literal["lora", "full"], ...] = ("lora", "full")
+    gguf_file: str | None = None
+    """File name inside `path` when the weights are GGUF."""
+
+
+class Settings(BaseSettings):
+    """All settings. `HEADRACE_KAFKA__BOOTSTRAP_SERVERS=host:9092` sets `kafka.bootstrap_servers`."""
+
+    model_config = SettingsConfigDict(env_prefix="HEADRACE_", env_nested_delimiter="__", extra="ignore", frozen=True)
+
+    kafka: KafkaSettings = KafkaSettings()
+    topics: TopicSettings = TopicSettings()
+    store: StoreSettings = StoreSettings()
+    s3: S3Settings = S3Settings()
+    producer: ProducerSettings = ProducerSettings()
+    worker: WorkerSettings = WorkerSettings()
+    base_models: dict[str, BaseModelEntry] = Field(default_factory=dict)
+    account: str = "default"
+    """Owner of the models that the command line creates."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the signature is pydantic's; .env files belong to the agent's project
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments, then the environment, then secret files, then the YAML file."""
+        sources: tuple[PydanticBaseSettingsSource, ...] = (init_settings, env_settings, file_secret_settings)
+        config = os.environ.get("HEADRACE_CONFIG")
+        if config:
+            if not Path(config).is_file():
+                raise FileNotFoundError(f"HEADRACE_CONFIG names {config!r}, which is no file")
+            sources += (YamlConfigSettingsSource(settings_cls, yaml_file=config),)
+        return sources
+
+    @property
+    def topic_names(self) -> Topics:
+        """Full topic names under the prefix."""
+        return Topics(prefix=self.topics.prefix)

@@ -1,0 +1,117 @@
+"""What a conversation is made of: messages, sampled choices with their log-probabilities and token ids, tools.
+
+The shapes are those of OpenAI chat completions as the training-jobs API sends them. A message item is a `Choice` if it has
+`finish_reason` and no `role`; otherwise it is a context `Message`. Headrace adds to a choice: `token_ids`,
+`token_logprobs` (plain arrays, the compact form of `logprobs.content`), `policy_versions` (per token) and `prompt_token_ids`.
+
+Guarantees: types only; whether lengths agree is the codec's business (`turns.py`), so that one rule serves both encodings.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from headrace.schemas.base import Open
+
+Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
+
+
+class ToolFunction(Open):
+    """The function that a tool offers; `parameters` is a JSON Schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Open):
+    """A tool the agent may call."""
+
+    type: str = "function"
+    function: ToolFunction
+
+
+class ToolCallFunction(Open):
+    """A called function; `arguments` is JSON text, or an object where a runtime sends it decoded."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Open):
+    """One call that an assistant turn made."""
+
+    id: str | None = None
+    type: str = "function"
+    function: ToolCallFunction
+
+
+class Message(Open):
+    """A context message: nothing in it is trained unless `allow_training_without_logprobs` says so."""
+
+    role: Role
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+
+class TokenLogprob(Open):
+    """One sampled token; `token` is `token_id:<n>` (vLLM's return_tokens_as_token_ids) or text. A null logprob is missing."""
+
+    token: str
+    logprob: float | None = None
+    bytes: list[int] | None = None
+    top_logprobs: list[Any] = Field(default_factory=list)
+
+
+class ChoiceLogprobs(Open):
+    """Log-probabilities of a choice: of its content, or of its refusal."""
+
+    content: list[TokenLogprob] | None = None
+    refusal: list[TokenLogprob] | None = None
+
+
+class ChoiceMessage(Open):
+    """What the model said in a choice."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+
+
+class Choice(Open):
+    """A sampled assistant turn.
+
+    `token_ids`, `token_logprobs` and `policy_versions` have one entry a sampled token; `token_span` is used inside the
+    safetensors form only: `[start, stop)` of this turn in the group's flat arrays.
+    """
+
+    finish_reason: FinishReason
+    index: int = 0
+    message: ChoiceMessage
+    logprobs: ChoiceLogprobs | None = None
+    token_ids: list[int] | None = None
+    token_logprobs: list[float | None] | None = None
+    policy_versions: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    token_span: tuple[int, int] | None = None
+
+
+def is_choice(item: Any) -> bool:  # noqa: ANN401 - called on raw JSON and on models
+    """Whether a message item is a sampled choice: it has `finish_reason` and no `role`."""
+    if isinstance(item, Choice | Message):
+        return isinstance(item, Choice)
+    return isinstance(item, dict) and "finish_reason" in item and "role" not in item
+
+
+MessageOrChoice = Annotated[
+    Annotated[Choice, Tag("choice")] | Annotated[Message, Tag("message")],
+    Discriminator(lambda item: "choice" if is_choice(item) else "message"),
+]

@@ -1,0 +1,136 @@
+"""CloudEvents headers (Kafka binding, binary mode) around every record, and the record types by `ce_type`.
+
+Guarantees: header values are UTF-8; an unknown type or major version is refused with a reason, never guessed at. A record without
+`ce_type` is read as the topic's default type, so that `kcat` can write a group as plain JSON.
+"""
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import orjson
+from pydantic import BaseModel
+
+from headrace.schemas.base import utc_now
+from headrace.schemas.claim import GroupClaim
+from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel
+from headrace.schemas.errors import CodecError
+from headrace.schemas.events import GroupRejected, JobStateChanged, Starved, StepCompleted
+from headrace.schemas.jobs import JobDocument, TrainingJob
+from headrace.schemas.parsing import load_json, validate
+from headrace.schemas.reasons import DeadLetterReason as Reason
+from headrace.schemas.state import LaneState, ModelState, StepRecord
+from headrace.schemas.trajectory import TrajectoryGroup
+from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
+
+JSON_TYPE = "application/json"
+KafkaHeaders = Sequence[tuple[str, bytes]]
+
+# Names on the wire: `headrace.<name>.v1`. Never renamed; a break makes a v2 beside it.
+_NAMES: dict[type[BaseModel], str] = {
+    TrajectoryGroup: "trajectory-group",
+    GroupClaim: "group-claim",
+    TrainingJob: "training-job",
+    CreateModel: "create-model",
+    DeleteModel: "delete-model",
+    CancelJob: "cancel-job",
+    StepRecord: "step-record",
+    ModelState: "model-state",
+    LaneState: "lane-state",
+    StepCompleted: "step-completed",
+    GroupRejected: "group-rejected",
+    JobStateChanged: "job-state-changed",
+    Starved: "starved",
+    WeightsPublished: "weights-published",
+    WeightsApplied: "weights-applied",
+    WeightsFailed: "weights-failed",
+    JobDocument: "job-document",
+}
+_MODELS = {name: model for model, name in _NAMES.items()}
+
+
+def type_of(model: type[BaseModel]) -> str:
+    """The `ce_type` of a record model."""
+    return f"headrace.{_NAMES[model]}.v1"
+
+
+def record_models() -> tuple[type[BaseModel], ...]:
+    """Every model that can be a record."""
+    return tuple(_NAMES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """The headers of one record."""
+
+    type: str
+    source: str
+    id: str
+    time: datetime
+    content_type: str = JSON_TYPE
+    traceparent: str | None = None
+
+    def headers(self) -> list[tuple[str, bytes]]:
+        """As Kafka headers."""
+        values = {
+            "ce_specversion": "1.0",
+            "ce_id": self.id,
+            "ce_type": self.type,
+            "ce_source": self.source,
+            "ce_time": self.time.isoformat(),
+            "content-type": self.content_type,
+        }
+        if self.traceparent is not None:
+            values["traceparent"] = self.traceparent
+        return [(name, value.encode()) for name, value in values.items()]
+
+
+def seal(
+    record: BaseModel, *, source: str, event_id: str | None = None, traceparent: str | None = None
+) -> tuple[bytes, list[tuple[str, bytes]]]:
+    """A record as (value, headers), JSON. `event_id` is random unless given; events that may repeat derive theirs."""
+    envelope = Envelope(
+        type=type_of(type(record)),
+        source=source,
+        id=event_id or str(uuid.uuid4()),
+        time=utc_now(),
+        traceparent=traceparent,
+    )
+    return orjson.dumps(record.model_dump(mode="json"), option=orjson.OPT_NON_STR_KEYS), envelope.headers()
+
+
+def header_text(headers: Iterable[tuple[str, bytes | None]]) -> Mapping[str, str]:
+    """Headers as text; bytes that are not UTF-8 are replaced, so that a foreign header can't break a reader. The last one wins."""
+    return {name: (value or b"").decode(errors="replace") for name, value in headers}
+
+
+def open_record(body: bytes | None, headers: Mapping[str, str], allowed: Sequence[type[BaseModel]]) -> BaseModel:
+    """Read a JSON record of one of the allowed types; without `ce_type` it is read as the first of them.
+
+    Raises:
+        CodecError: unknown type or version, not JSON, or a field that does not fit.
+    """
+    model = model_of(headers, allowed)
+    if body is None:
+        raise CodecError(Reason.NOT_JSON, "", "the record has no value")
+    return validate(model, load_json(body))
+
+
+def model_of(headers: Mapping[str, str], allowed: Sequence[type[BaseModel]]) -> type[BaseModel]:
+    """The model that a record's `ce_type` names, if the topic carries it.
+
+    Raises:
+        CodecError: `unknown_type` or `unsupported_version`.
+    """
+    ce_type = headers.get("ce_type")
+    if ce_type is None:
+        return allowed[0]
+    name, _, version = ce_type.removeprefix("headrace.").rpartition(".")
+    model = _MODELS.get(name) if ce_type.startswith("headrace.") else None
+    expected = ", ".join(type_of(m) for m in allowed)
+    if model is None or model not in allowed:
+        raise CodecError(Reason.UNKNOWN_TYPE, "ce_type", f"{ce_type!r}: this topic carries {expected}")
+    if version != "v1":
+        raise CodecError(Reason.UNSUPPORTED_VERSION, "ce_type", f"{ce_type!r}: this release reads {type_of(model)}")
+    return model

@@ -1,0 +1,71 @@
+"""Events on `training-events`: what subscribers in any language follow.
+
+Event ids (`ce_id`) derive from (incarnation, step or offset, kind), so that a subscriber can drop a repeat.
+"""
+
+from datetime import datetime
+
+from pydantic import Field
+
+from headrace.schemas.base import Record, utc_now
+from headrace.schemas.jobs import JobState
+from headrace.schemas.reasons import RejectionReason
+
+
+class StepCompleted(Record):
+    """An optimizer step was committed. `metrics` are finite floats by name (`loss`, `grad_norm`, `reward_mean`, …)."""
+
+    model_id: str
+    incarnation: str
+    step: int
+    policy_version: int
+    job_id: str | None = None
+    groups: int
+    trajectories: int
+    tokens: int
+    metrics: dict[str, float]
+    lag_histogram: dict[int, int] = Field(default_factory=dict)
+    """Trajectories by lag in policy versions."""
+    seconds: float
+    """Wall time of the step in the rank process."""
+    completed_at: datetime = Field(default_factory=utc_now)
+
+
+class GroupRejected(Record):
+    """A group was read and refused. `detail` says where and what to do about it."""
+
+    model_id: str
+    group_id: str
+    job_id: str | None = None
+    reason: RejectionReason
+    detail: str
+    trajectory: int | None = None
+    """Index of the trajectory at fault, where one is."""
+    partition: int
+    offset: int
+    rejected_at: datetime = Field(default_factory=utc_now)
+
+
+class JobStateChanged(Record):
+    """A job went from one state to another; `message` is for people and always there for FAILED."""
+
+    job_id: str
+    model_id: str
+    state: JobState
+    previous: JobState | None = None
+    message: str | None = None
+    num_sequences: int | None = None
+    step: int | None = None
+    changed_at: datetime = Field(default_factory=utc_now)
+
+
+class Starved(Record):
+    """A model had no trainable group for a while; counts of refusals by reason since the last step."""
+
+    model_id: str
+    seconds: float
+    refusals: dict[RejectionReason, int]
+    noticed_at: datetime = Field(default_factory=utc_now)
+
+
+TrainingEvent = StepCompleted | GroupRejected | JobStateChanged | Starved

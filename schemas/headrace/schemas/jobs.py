@@ -1,0 +1,60 @@
+"""Training jobs: the record that asks for a step, the states a job goes through, and the document that GET returns."""
+
+from datetime import datetime
+from enum import StrEnum
+
+from pydantic import Field
+
+from headrace.schemas.base import Record, utc_now
+from headrace.schemas.training import TrainConfig
+
+
+class TrainingJob(Record):
+    """Asks for one step on the groups that name this job. Stands after its groups in `trajectory-groups`."""
+
+    job_id: str
+    group_ids: tuple[str, ...]
+    config: TrainConfig | None = None
+    created_at: datetime = Field(default_factory=utc_now)
+
+
+class JobState(StrEnum):
+    """States of a job, by the hosted API's names."""
+
+    PENDING = "JOB_STATE_PENDING"
+    RUNNING = "JOB_STATE_RUNNING"
+    COMPLETED = "JOB_STATE_COMPLETED"
+    FAILED = "JOB_STATE_FAILED"
+    CANCELLED = "JOB_STATE_CANCELLED"
+
+
+TRANSITIONS: dict[JobState, frozenset[JobState]] = {
+    JobState.PENDING: frozenset({JobState.RUNNING, JobState.CANCELLED, JobState.FAILED}),
+    JobState.RUNNING: frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED}),
+    JobState.COMPLETED: frozenset(),
+    JobState.FAILED: frozenset(),
+    JobState.CANCELLED: frozenset(),
+}
+
+
+class JobDocument(Record):
+    """The current state of a job, keyed by job id in the compacted `jobs` topic."""
+
+    job_id: str
+    model_id: str
+    state: JobState
+    created_at: datetime
+    updated_at: datetime = Field(default_factory=utc_now)
+    started_at: datetime | None = None
+    completed_at: datetime | None = None
+    config: TrainConfig | None = None
+    num_groups: int = 0
+    groups_rejected: int = 0
+    num_sequences: int | None = None
+    step: int | None = None
+    """The step this job committed; null until then."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    error_message: str | None = None
+    accelerator_seconds: dict[str, float] = Field(default_factory=dict)
+    commands_through: int = 0
+    """Commands of this lane below this offset are folded in; GET folds later ones over the document."""

@@ -1,0 +1,56 @@
+"""Why something was not trained on: the closed lists of reasons.
+
+Dead letters are for what can't be read; a rejection is for what was read and refused. Values are part of the wire: never renamed.
+"""
+
+from enum import StrEnum
+
+
+class DeadLetterReason(StrEnum):
+    """Why a record went to `dead-letters` with its bytes untouched."""
+
+    NOT_JSON = "not_json"
+    """The body is not JSON (or not safetensors, where the content type says so)."""
+    INVALID_SCHEMA = "invalid_schema"
+    """A field is missing or of the wrong type; the detail names its path."""
+    NOT_FINITE = "not_finite"
+    """NaN or infinity; the detail names the path."""
+    LENGTH_MISMATCH = "length_mismatch"
+    """Log-probabilities (or versions) of another length than the tokens."""
+    SPAN_MISMATCH = "span_mismatch"
+    """Turn spans that do not tile the flat arrays."""
+    UNKNOWN_TYPE = "unknown_type"
+    """A `ce_type` that this topic does not carry."""
+    UNSUPPORTED_VERSION = "unsupported_version"
+    """A known `ce_type` of a major version that this release does not know."""
+    MISSING_KEY = "missing_key"
+    """No key, or one that is not UTF-8: the model is unknown."""
+    WRONG_LANE = "wrong_lane"
+    """murmur2(key) mod n is not the record's partition."""
+    UNKNOWN_MODEL = "unknown_model"
+    """No such model, after the commands were read to their end."""
+
+
+class RejectionReason(StrEnum):
+    """Why a group that could be read was refused (`GroupRejected`)."""
+
+    NO_TRAJECTORIES = "no_trajectories"
+    NO_TRAINABLE_TOKENS = "no_trainable_tokens"
+    MISSING_LOGPROBS = "missing_logprobs"
+    TOKEN_OUT_OF_VOCABULARY = "token_out_of_vocabulary"  # noqa: S105 - not a password
+    UNSUPPORTED_CONTENT = "unsupported_content"
+    TOKENIZATION_FAILED = "tokenization_failed"
+    TOO_LONG = "too_long"
+    ZERO_VARIANCE = "zero_variance"
+    DUPLICATE = "duplicate"
+    STALE = "stale"
+    UNKNOWN_POLICY_VERSION = "unknown_policy_version"
+    PAYLOAD_MISSING = "payload_missing"
+    PAYLOAD_DIGEST_MISMATCH = "payload_digest_mismatch"
+    PAYLOAD_UNREADABLE = "payload_unreadable"
+    BACKLOG_FULL = "backlog_full"
+    EXPIRED = "expired"
+    JOB_CLOSED = "job_closed"
+    JOB_CANCELLED = "job_cancelled"
+    MODEL_DELETED = "model_deleted"
+    STEP_FAILED = "step_failed"

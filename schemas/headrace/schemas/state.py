@@ -1,0 +1,147 @@
+"""What the lane's owner keeps in `models` and `steps`: the state of each model and of the lane, and the ledger.
+
+A model's `scanned` means: every record of this model below that offset is used, refused and reported, or listed in `pending`.
+The lane's `mark` is the lowest offset that any of its models still needs (exactly-once rules 7 and 8).
+"""
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import Field
+
+from headrace.schemas.base import Record, utc_now
+from headrace.schemas.jobs import JobDocument
+from headrace.schemas.reasons import RejectionReason
+from headrace.schemas.training import ModelSettings, TrainConfig
+from headrace.schemas.weights import WeightsRef
+
+
+class Pending(Record):
+    """A group that waits in its bucket: the offset, and the job it belongs to (null: the stream)."""
+
+    offset: int
+    job_id: str | None = None
+
+
+class OpenJob(Record):
+    """A job that has not ended: its record's offset, and its document as last written."""
+
+    offset: int
+    document: JobDocument
+
+
+class Intent(Record):
+    """A cut that is not a pure function of the log, or a step about to run: committed before the step (rules 9, 10)."""
+
+    step: int
+    offsets: tuple[int, ...]
+    reason: str
+    attempts: int = 1
+
+
+class ModelState(Record):
+    """The current state of a model; only the owner of its lane writes it."""
+
+    model_id: str
+    incarnation: str
+    status: Literal["active", "deleted", "diverged"] = "active"
+    status_detail: str | None = None
+    account: str
+    project: str
+    name: str
+    worker_group: str
+    settings: ModelSettings
+    policy_version: int = 0
+    scanned: int
+    pending: tuple[Pending, ...] = ()
+    open_jobs: tuple[OpenJob, ...] = ()
+    intent: Intent | None = None
+    last_attempt: str | None = None
+    """Attempt id of the last committed step: how an unclear commit is resolved (rule 3)."""
+    snapshot: WeightsRef | None = None
+    weights: WeightsRef | None = None
+    steps_offset: int | None = None
+    """Offset in `steps` of the first record to run again after the snapshot."""
+    refusals: dict[RejectionReason, int] = Field(default_factory=dict)
+    """Refused since creation, by reason."""
+    groups_trained: int = 0
+    created_at: datetime = Field(default_factory=utc_now)
+    updated_at: datetime = Field(default_factory=utc_now)
+
+
+class LaneState(Record):
+    """The state of a lane, key `lane:<p>`."""
+
+    lane: int
+    mark: int = 0
+    """Recovery reads `trajectory-groups` from here."""
+    scanned: int = 0
+    """Records below that belong to no model were dead-lettered."""
+    commands_through: int = 0
+    partitions: int
+    """Partition count when the lane was first claimed; a change is refused (rule 6)."""
+    updated_at: datetime = Field(default_factory=utc_now)
+
+
+class OffsetRange(Record):
+    """Offsets `first` to `last`, both included."""
+
+    first: int
+    last: int
+
+
+class Fingerprint(Record):
+    """The environment whose change can change bits."""
+
+    headrace: str
+    torch: str
+    transformers: str
+    deepspeed: str
+    python: str
+    device: str
+    world_size: int
+    threads: int
+
+
+class StepRecord(Record):
+    """The ledger: one record for every committed step."""
+
+    model_id: str
+    incarnation: str
+    step: int
+    attempt: str
+    policy_version_before: int
+    policy_version_after: int
+    job_id: str | None = None
+    lane: int
+    offsets: tuple[OffsetRange, ...]
+    """Groups trained on, as ranges of offsets in the lane."""
+    groups: int
+    refusals: dict[RejectionReason, int] = Field(default_factory=dict)
+    """Refused with this step, by reason."""
+    cut: str
+    """What made the cut: `groups_per_step`, `max_tokens_per_step`, `job`."""
+    config: TrainConfig
+    config_digest: str
+    plan_digest: str
+    seed: int
+    updates: int
+    """Optimizer updates inside the step: 0 when nothing could be trained."""
+    loss: float | None
+    grad_norm: float | None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    weights: WeightsRef
+    snapshot: WeightsRef | None = None
+    fingerprint: Fingerprint
+    committed_at: datetime = Field(default_factory=utc_now)
+
+
+def offset_ranges(offsets: list[int]) -> tuple[OffsetRange, ...]:
+    """Sorted offsets as the fewest ranges: [1, 2, 3, 7] gives 1-3 and 7-7. Keeps a ledger record small (rule 15)."""
+    ranges: list[tuple[int, int]] = []
+    for offset in sorted(offsets):
+        if ranges and offset == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], offset)
+        else:
+            ranges.append((offset, offset))
+    return tuple(OffsetRange(first=first, last=last) for first, last in ranges)

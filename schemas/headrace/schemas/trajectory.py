@@ -1,0 +1,75 @@
+"""Trajectories and the groups they are compared in.
+
+Fields are those of the training-jobs API; Headrace adds `group_id` (dedupe and lineage) and `job_id` (the bucket) to a group.
+The model a group trains is the record's key, not a field. Shapes: rewards are any finite float, compared within a group only.
+"""
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from pydantic import Field
+
+from headrace.schemas.base import Open
+from headrace.schemas.chat import Choice, MessageOrChoice, Tool
+
+MetricValue = float | int | bool
+MetadataValue = float | int | str | bool | None
+
+
+class History(Open):
+    """One more token history of a trajectory: a context that was compacted or branched off."""
+
+    messages_and_choices: list[MessageOrChoice]
+    tools: list[Tool] | None = None
+
+
+class Trajectory(Open):
+    """One rollout: what was said, what it was worth, which policy versions said it."""
+
+    messages_and_choices: list[MessageOrChoice] = Field(default_factory=list)
+    tools: list[Tool] | None = None
+    additional_histories: list[History] = Field(default_factory=list)
+    reward: float = 0.0
+    initial_policy_version: int | None = Field(default=None, ge=0)
+    final_policy_version: int | None = Field(default=None, ge=0)
+    metrics: dict[str, MetricValue] = Field(default_factory=dict)
+    metadata: dict[str, MetadataValue] = Field(default_factory=dict)
+    logs: list[str] = Field(default_factory=list)
+    start_time: datetime | None = None
+
+    def histories(self) -> Iterator[tuple[list[MessageOrChoice], list[Tool] | None]]:
+        """The main history, then each additional one, as (items, tools)."""
+        yield self.messages_and_choices, self.tools
+        for history in self.additional_histories:
+            yield history.messages_and_choices, history.tools
+
+
+class RolloutException(Open):
+    """A rollout that failed: it counts in the metrics, never in the advantages."""
+
+    type: str
+    message: str = ""
+    traceback: str | None = None
+
+
+class TrajectoryGroup(Open):
+    """Trajectories of one task whose rewards are compared with each other.
+
+    `group_id` may be left out by a producer in another language: the lane then names it `<partition>-<offset>`.
+    `job_id` puts the group into that job's bucket; without it the group belongs to the stream.
+    """
+
+    trajectories: list[Trajectory]
+    exceptions: list[RolloutException] = Field(default_factory=list)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    metrics: dict[str, MetricValue] = Field(default_factory=dict)
+    logs: list[str] = Field(default_factory=list)
+    group_id: str | None = Field(default=None, min_length=1, max_length=256)
+    job_id: str | None = Field(default=None, min_length=1, max_length=256)
+
+    def choices(self) -> Iterator[Choice]:
+        """Every sampled turn in wire order: by trajectory, by history, by item. The flat arrays follow this order."""
+        for trajectory in self.trajectories:
+            for items, _tools in trajectory.histories():
+                yield from (item for item in items if isinstance(item, Choice))
