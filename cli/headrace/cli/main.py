@@ -1,0 +1,37 @@
+"""The entry point: collects the commands and turns errors meant for people into one line on stderr.
+
+Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 130 interrupted.
+"""
+
+import sys
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from headrace.core.errors import HeadraceError
+
+app = typer.Typer(
+    name="headrace",
+    help="Reinforcement-learning training backend for LLM agents, on Kafka.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    console = Console(stderr=True)
+    try:
+        app()
+    except HeadraceError as error:
+        console.print(f"[bold red]error:[/] {error}", highlight=False, markup=True, soft_wrap=True)
+        sys.exit(1)
+    except ValidationError as error:
+        console.print("[bold red]error:[/] the settings are not valid:", highlight=False)
+        for fault in error.errors(include_url=False, include_input=False):
+            console.print(f"  {'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
