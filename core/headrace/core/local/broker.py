@@ -1,0 +1,151 @@
+"""A real Apache Kafka on this machine, without Docker and without an installed Java.
+
+    with LocalBroker(".headrace") as broker:
+        print(broker.bootstrap_servers)
+
+Guarantees: ready when `start` returns (it answered a metadata request as itself); topics, offsets and, if free, ports
+survive a restart on the same folder, also after SIGKILL; the broker ends with this process, however that ends.
+Gives up: other machines (it listens on the loopback address), security, more than one node.
+Blocks: everything here is synchronous, for the command line, fixtures and the demo's parent; not for an event loop.
+"""
+
+import base64
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from headrace.core.local import probe
+from headrace.core.local.distribution import KAFKA
+from headrace.core.local.errors import LocalServiceError
+from headrace.core.local.folder import ServiceFolder
+from headrace.core.local.kafka_config import JVM_OPTIONS, LOG4J2, server_properties
+from headrace.core.local.launch import Program, Running, corrupt_jars, launch
+from headrace.core.local.ports import HOST
+from headrace.core.local.process import java_environment
+
+FORMAT_TIMEOUT_S = 60.0
+
+
+@contextmanager
+def ensure_broker(bootstrap_servers: str | None, data_dir: Path | str) -> Iterator[str]:
+    """The configured Kafka if there is one, else a local broker for as long as the context lasts; yields bootstrap servers."""
+    if bootstrap_servers:
+        yield bootstrap_servers
+        return
+    with LocalBroker(data_dir) as broker:
+        yield broker.bootstrap_servers
+
+
+class LocalBroker:
+    """One Kafka node with its data under `data_dir`/kafka.
+
+    Args:
+        data_dir: Folder for the data, the configuration and the log (`kafka/server.log`); made if missing.
+        port: Port for clients; None or 0 takes the one of the last start if it is free, else any free one.
+        overrides: Kafka server properties that replace or add to ours, e.g. `{"message.max.bytes": "20971520"}`.
+    """
+
+    def __init__(self, data_dir: Path | str, port: int | None = None, *, overrides: Mapping[str, str] | None = None) -> None:
+        self._path = Path(data_dir).absolute() / "kafka"
+        self._port = port or None
+        self._overrides = dict(overrides or {})
+        self._cluster_id = ""
+        self._service: Running | None = None
+
+    def start(self) -> Self:
+        """Fetch what is missing (only the first time), start, and wait until the broker answers.
+
+        Raises:
+            LocalServiceError: already running on the folder, port taken, no network for the first download, no
+                space, no right to write, no Java or one too old, or the broker ended (with its last words).
+        """
+        if self._service is not None:
+            raise LocalServiceError(f"this broker was started already, at {self._service.address}")
+        program = Program(
+            distribution=KAFKA,
+            port_count=2,
+            address=lambda port: f"{HOST}:{port}",
+            prepare=self._prepare,
+            is_ready=self._is_ready,
+        )
+        self._service = launch(program, self._path, self._port)
+        return self
+
+    def stop(self) -> None:
+        """Shut down cleanly (0.4 s) and return when the process is gone; nothing if it does not run."""
+        if self._service is not None:
+            self._service.process.stop()
+            self._service = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the broker ends by itself and give its exit status.
+
+        Raises:
+            TimeoutError: it still runs.
+            LocalServiceError: it was not started.
+        """
+        return self._running().process.wait(timeout)
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """`host:port` for clients. Raises LocalServiceError if the broker was not started."""
+        return self._running().address
+
+    @property
+    def pid(self) -> int:
+        """Process id of the broker's Java. Raises LocalServiceError if the broker was not started."""
+        return self._running().process.pid
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def _running(self) -> Running:
+        if self._service is None:
+            raise LocalServiceError("this broker is not running; call start() or use it as a context manager")
+        return self._service
+
+    def _is_ready(self, port: int) -> bool:
+        answer = probe.ask(HOST, port, timeout_s=1.0)
+        return answer is not None and answer.cluster_id == self._cluster_id and port in answer.ports
+
+    def _prepare(self, java: Path, jars: list[Path], ports: list[int]) -> list[str]:
+        folder = ServiceFolder(self._path, KAFKA.label)
+        logging = folder.write("log4j2.properties", LOG4J2.format(log=folder.log_file))
+        text = server_properties(data=folder.data, port=ports[0], controller_port=ports[1], overrides=self._overrides)
+        properties = folder.write("server.properties", text)
+        run = [*JVM_OPTIONS, f"-Dlog4j2.configurationFile={logging}"]
+        self._cluster_id = _format(folder, [str(java), *run], jars, properties)
+        return [*run, "kafka.Kafka", str(properties)]
+
+
+def _format(folder: ServiceFolder, run: list[str], jars: list[Path], properties: Path) -> str:
+    """Give a new data folder its cluster id (1.2 s, once); returns the id.
+
+    The id is written down last: a folder without one was never used, so a half done formatting is started over.
+    """
+    known = folder.path / "cluster-id"
+    if known.exists():
+        return known.read_text(encoding="ascii").strip()
+    shutil.rmtree(folder.data, ignore_errors=True)
+    cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+    done = subprocess.run(
+        [*run, "kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(properties)],
+        env=java_environment(jars),
+        capture_output=True,
+        text=True,
+        timeout=FORMAT_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        words = "\n".join(f"  {line}" for line in (done.stdout + done.stderr).strip().splitlines()[-15:])
+        raise LocalServiceError(f"{KAFKA.label} could not prepare {folder.data}:\n{words}{corrupt_jars(KAFKA)}")
+    folder.write("cluster-id", cluster_id)
+    return cluster_id

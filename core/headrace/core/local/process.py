@@ -1,0 +1,92 @@
+"""A Java service as a child process that cannot outlive this one.
+
+Guarantees: `stop` returns when Java has exited; when this process ends in any way, Java gets SIGTERM at once (see
+`supervisor`). The service runs in a session of its own, so Ctrl-C in the terminal reaches this process alone.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from headrace.core.local import supervisor
+from headrace.core.local.errors import LocalServiceError
+
+GRACE_S = 10.0
+"""Seconds between SIGTERM and SIGKILL; Kafka needs 0.4 s."""
+
+
+class JavaProcess:
+    """A running Java program.
+
+    Args:
+        java: The `java` program.
+        arguments: JVM options, main class and its arguments.
+        jars: Class path.
+        output: File that takes what the program prints; emptied first.
+        lock: Open file whose lock lives as long as the program; this process' copy is for the caller to close.
+
+    Raises:
+        LocalServiceError: the program could not be run.
+    """
+
+    def __init__(self, java: Path, arguments: Sequence[str], *, jars: Sequence[Path], output: Path, lock: IO[str]) -> None:
+        command = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(GRACE_S), str(java), *arguments]
+        with output.open("wb") as out:
+            self._supervisor = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                env=java_environment(jars),
+                pass_fds=[lock.fileno()],
+                start_new_session=True,
+            )
+        # Its line comes once Java is started; an empty answer means it could not be.
+        assert self._supervisor.stdout is not None  # noqa: S101  (narrows the type: it was asked for as a pipe)
+        line = self._supervisor.stdout.readline()
+        if not line:
+            self._supervisor.communicate()
+            raise LocalServiceError(output.read_text(errors="replace").strip() or f"{java} could not be started")
+        self.pid = int(line)
+        """Process id of Java itself."""
+
+    def poll(self) -> int | None:
+        """Java's exit status once it ended (128 + number for a signal), else None."""
+        return self._supervisor.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for Java to end and give its exit status.
+
+        Raises:
+            TimeoutError: it still runs after `timeout` seconds.
+        """
+        try:
+            return self._supervisor.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"Java process {self.pid} still runs after {timeout} s") from error
+
+    def stop(self) -> None:
+        """SIGTERM, SIGKILL after the grace; returns when it is gone. Safe to call again."""
+        pipe, answers = self._supervisor.stdin, self._supervisor.stdout
+        assert pipe is not None  # noqa: S101  (narrows the type)
+        assert answers is not None  # noqa: S101  (narrows the type)
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it ended by itself; it was stopped before
+            pipe.write(b"stop")  # the closing alone would not do: a child forked by this process may hold the pipe open
+            pipe.close()
+        self._supervisor.wait()
+        answers.close()
+
+
+def java_environment(jars: Sequence[Path]) -> dict[str, str]:
+    """This process' environment with the class path in it, which keeps 150 file names out of the process list."""
+    return {**os.environ, "CLASSPATH": os.pathsep.join(map(str, jars))}
+
+
+def tail(*files: Path, lines: int = 15) -> str:
+    """The last lines of the files, for an error message."""
+    texts = [file.read_text(errors="replace").strip().splitlines() for file in files if file.exists()]
+    return "\n".join(f"  {line}" for text in texts for line in text[-lines:])
