@@ -8,6 +8,7 @@ import sys
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from rich.markup import escape
 
 from headrace.core.errors import HeadraceError
 
@@ -26,12 +27,14 @@ def main() -> None:
     try:
         app()
     except HeadraceError as error:
-        console.print(f"[bold red]error:[/] {error}", highlight=False, markup=True, soft_wrap=True)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, markup=True, soft_wrap=True)
         sys.exit(1)
     except ValidationError as error:
         console.print("[bold red]error:[/] the settings are not valid:", highlight=False)
         for fault in error.errors(include_url=False, include_input=False):
-            console.print(f"  {'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}", highlight=False, markup=False, soft_wrap=True)
+            console.print(
+                f"  {'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}", highlight=False, markup=False, soft_wrap=True
+            )
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -50,6 +50,9 @@ class LocalBroker:
         overrides: Kafka server properties that replace or add to ours, e.g. `{"message.max.bytes": "20971520"}`.
     """
 
+    label = KAFKA.label
+    """Name and version for people."""
+
     def __init__(self, data_dir: Path | str, port: int | None = None, *, overrides: Mapping[str, str] | None = None) -> None:
         self._path = Path(data_dir).absolute() / "kafka"
         self._port = port or None
@@ -95,6 +98,11 @@ class LocalBroker:
     def bootstrap_servers(self) -> str:
         """`host:port` for clients. Raises LocalServiceError if the broker was not started."""
         return self._running().address
+
+    @property
+    def log_file(self) -> Path:
+        """The broker's log; older ones lie beside it."""
+        return self._path / "server.log"
 
     @property
     def pid(self) -> int:

@@ -43,6 +43,9 @@ class LocalS3:
         bucket: Bucket to make unless it exists; at least 3 characters.
     """
 
+    label = S3PROXY.label
+    """Name and version for people."""
+
     def __init__(self, data_dir: Path | str, port: int | None = None, *, bucket: str | None = None) -> None:
         if bucket is not None and len(bucket) < SHORTEST_BUCKET_NAME:
             raise ValueError(f"bucket name {bucket!r} is too short: S3 wants at least {SHORTEST_BUCKET_NAME} characters")
@@ -92,6 +95,11 @@ class LocalS3:
     def endpoint_url(self) -> str:
         """URL for clients. Raises LocalServiceError if the server was not started."""
         return self._running().address
+
+    @property
+    def log_file(self) -> Path:
+        """The server's log; older ones lie beside it."""
+        return self._path / "server.log"
 
     @property
     def pid(self) -> int:
