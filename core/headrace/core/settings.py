@@ -83,6 +83,8 @@ class WorkerSettings(_Section):
     """A trainer worker."""
 
     group: str = Field(default="default", pattern=r"^[a-zA-Z0-9._-]+$")
+    instance: str | None = Field(default=None, pattern=r"^[a-zA-Z0-9._-]+$")
+    """A stable name of this worker (a StatefulSet's ordinal): it gets its lanes back after a restart. Must be unique in the group."""
     session_timeout_ms: int = Field(default=10_000, ge=1000)
     heartbeat_interval_ms: int = Field(default=3_000, ge=100)
     transaction_timeout_ms: int = Field(default=60_000, ge=1000)

@@ -53,4 +53,5 @@ class RejectionReason(StrEnum):
     JOB_CLOSED = "job_closed"
     JOB_CANCELLED = "job_cancelled"
     MODEL_DELETED = "model_deleted"
+    MODEL_STOPPED = "model_stopped"
     STEP_FAILED = "step_failed"

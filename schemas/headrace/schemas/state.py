@@ -24,10 +24,16 @@ class Pending(Record):
 
 
 class OpenJob(Record):
-    """A job that has not ended: its record's offset, and its document as last written."""
+    """A job that has not ended. It is complete when its record was read and each of its groups is pending or refused."""
 
-    offset: int
-    document: JobDocument
+    job_id: str
+    record_offset: int | None = None
+    """Offset of its `TrainingJob` record; null while only groups of it were seen."""
+    group_ids: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    """Ids of its groups that were refused: they are no longer waited for."""
+    document: JobDocument | None = None
+    """As last written; null until the record was read."""
 
 
 class Intent(Record):
@@ -44,7 +50,8 @@ class ModelState(Record):
 
     model_id: str
     incarnation: str
-    status: Literal["active", "deleted", "diverged"] = "active"
+    status: Literal["active", "deleted", "diverged", "stopped"] = "active"
+    """`stopped`: its settings can't be trained here; `status_detail` says why. Only an active model trains."""
     status_detail: str | None = None
     account: str
     project: str
@@ -55,6 +62,8 @@ class ModelState(Record):
     scanned: int
     pending: tuple[Pending, ...] = ()
     open_jobs: tuple[OpenJob, ...] = ()
+    closed_jobs: tuple[str, ...] = ()
+    """Ids of the latest jobs that ended: a repeated record or a late group of one of them is dropped or refused."""
     intent: Intent | None = None
     last_attempt: str | None = None
     """Attempt id of the last committed step: how an unclear commit is resolved (rule 3)."""
@@ -120,7 +129,7 @@ class StepRecord(Record):
     refusals: dict[RejectionReason, int] = Field(default_factory=dict)
     """Refused with this step, by reason."""
     cut: str
-    """What made the cut: `groups_per_step`, `max_tokens_per_step`, `job`."""
+    """What made the cut: `groups_per_step`, `max_tokens_per_step` or `job`."""
     config: TrainConfig
     config_digest: str
     plan_digest: str

@@ -94,7 +94,8 @@ TOPICS: tuple[TopicSpec, ...] = (
         key="as the original",
         carries="records that could not be read, bytes untouched",
         lane=False,
-        config={"cleanup.policy": "delete", "retention.ms": str(30 * _DAY_MS)},
+        # The original's bytes and our headers on top: a record at the broker's default limit must still fit.
+        config={"cleanup.policy": "delete", "retention.ms": str(30 * _DAY_MS), "max.message.bytes": str(2 * 1024 * 1024)},
     ),
 )
 
