@@ -148,21 +148,24 @@ def _stamp_of(path: Path) -> list[int]:
     """[bytes, modification time], or None's stand-in [-1] for a missing file, which no stamp equals."""
     try:
         status = path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return [-1]
     return [status.st_size, status.st_mtime_ns]
 
 
 def _read_stamps(folder: Path) -> dict[str, list[int]]:
-    """The stamps; none if the file is missing or no JSON, which only costs hashing all jars."""
+    """The stamps; none if the file cannot be read or is no JSON, which only costs hashing all jars."""
     try:
         stamps: dict[str, list[int]] = json.loads((folder / STAMP).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return {}
     return stamps
 
 
 def _write_stamps(folder: Path, stamps: dict[str, list[int]]) -> None:
     new = folder / f"{STAMP}.new"
-    new.write_text(json.dumps(stamps, indent=0), encoding="utf-8")
-    new.replace(folder / STAMP)
+    try:
+        new.write_text(json.dumps(stamps, indent=0), encoding="utf-8")
+        new.replace(folder / STAMP)
+    except OSError as error:
+        raise LocalServiceError(f"cannot write {new}: {error.strerror}") from error
