@@ -10,15 +10,21 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 
+from headrace.cli.up import up
 from headrace.core.errors import HeadraceError
 
 app = typer.Typer(
     name="headrace",
-    help="Reinforcement-learning training backend for LLM agents, on Kafka.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command()(up)
+
+
+@app.callback()
+def headrace() -> None:
+    """Reinforcement-learning training backend for LLM agents, on Kafka."""
 
 
 def main() -> None:
