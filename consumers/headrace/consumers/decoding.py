@@ -1,0 +1,97 @@
+"""The sampling loop of the local engine: a batch of prompts through a Hugging Face causal LM with its own KV cache.
+
+Guarantees: tokens are drawn at temperature 1 from the full softmax in float32, and each log-probability is of that same softmax, so a
+trainer that forces the tokens finds it again; a row that is shorter than its neighbours is padded on the left, behind the mask, with
+positions of its own. The same generator state and the same batch give the same tokens. Gives up: top-k, top-p and other temperatures,
+whose log-probabilities would be those of another policy; sharing the prefill of equal prompts.
+Shapes: B rows, T tokens so far (padding included), V vocabulary, N new tokens.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded:
+    """What was drawn for one prompt; both lists have the same length."""
+
+    token_ids: list[int]
+    """The stop token included, where one was drawn."""
+    logprobs: list[float]
+    """float32, natural logarithm, temperature 1."""
+    stopped: bool
+    """By a stop token; otherwise the limit was reached."""
+
+
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, max_tokens: int, stop_ids: frozenset[int], generator: torch.Generator
+) -> list[Decoded]:
+    """Sample one continuation for every prompt.
+
+    Args:
+        model: In eval mode; logits [B, T, V].
+        prompts: B prompts of at least one token each, every id below V.
+        max_tokens: New tokens a row at most, at least 1.
+        stop_ids: Ids that end a row.
+        generator: Where the randomness comes from, on the model's device.
+    """
+    device = model.device
+    ids_BT, mask_BT = _left_padded(prompts, device)
+    length_B = mask_BT.sum(dim=1)
+    position_BT = (mask_BT.cumsum(dim=1) - 1).clamp_(min=0)
+    stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
+    forward = inspect.signature(model.forward).parameters
+    cache = DynamicCache(config=model.config)
+    # The argument was renamed within transformers 5; asking for one position's logits saves B*T*V floats in the prefill.
+    fixed = {"cache" if "cache" in forward else "past_key_values": cache, "use_cache": True}
+    if "logits_to_keep" in forward:
+        fixed["logits_to_keep"] = 1
+
+    token_BN = torch.zeros((len(prompts), max_tokens), dtype=torch.long, device=device)
+    logprob_BN = torch.zeros((len(prompts), max_tokens), dtype=torch.float32, device=device)
+    count_B = torch.full((len(prompts),), max_tokens, dtype=torch.long, device=device)
+    stopped_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    # The batch shrinks: which prompt each of its rows belongs to, and whether that row has ended.
+    row_B = torch.arange(len(prompts), device=device)
+    ended_B = torch.zeros_like(stopped_B)
+    for n in range(max_tokens):
+        logits_BV = model(input_ids=ids_BT, attention_mask=mask_BT, position_ids=position_BT, **fixed).logits[:, -1].float()
+        logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
+        drawn_B1 = torch.multinomial(logprobs_BV.exp(), 1, generator=generator)
+        token_BN[row_B, n] = drawn_B1[:, 0]
+        logprob_BN[row_B, n] = logprobs_BV.gather(1, drawn_B1)[:, 0]
+        ends_B = torch.isin(drawn_B1[:, 0], stops) & ~ended_B
+        count_B[row_B[ends_B]] = n + 1
+        stopped_B[row_B[ends_B]] = True
+        ended_B = ended_B | ends_B
+        live_B = (~ended_B).nonzero()[:, 0]
+        if live_B.numel() == 0:
+            break
+        ids_BT, position_BT = drawn_B1, length_B[:, None]
+        # Rows that have ended are carried along until half have: copying the cache at every end would cost more than it saves.
+        if 2 * live_B.numel() <= row_B.numel():
+            cache.batch_select_indices(live_B)
+            ids_BT, position_BT, mask_BT, length_B, row_B, ended_B = (
+                t[live_B] for t in (ids_BT, position_BT, mask_BT, length_B, row_B, ended_B)
+            )
+        mask_BT = torch.cat([mask_BT, mask_BT.new_ones((mask_BT.shape[0], 1))], dim=1)
+        length_B = length_B + 1
+
+    tokens, logprobs = token_BN.tolist(), logprob_BN.tolist()
+    return [
+        Decoded(token_ids=tokens[b][:count], logprobs=logprobs[b][:count], stopped=stopped)
+        for b, (count, stopped) in enumerate(zip(count_B.tolist(), stopped_B.tolist(), strict=True))
+    ]
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask, both int64 [B, T]; padding (id 0, mask 0) stands on the left."""
+    width = max(len(prompt) for prompt in prompts)
+    ids_BT = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], dtype=torch.long, device=device)
+    mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], dtype=torch.long, device=device)
+    return ids_BT, mask_BT
