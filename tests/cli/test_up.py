@@ -31,8 +31,9 @@ def up(*arguments: str, data_dir: Path) -> Iterator[subprocess.Popen[str]]:
 def exported(process: subprocess.Popen[str], count: int) -> dict[str, str]:
     """The first `count` lines on stdout, read as a shell would."""
     assert process.stdout is not None
+    assert process.stderr is not None
     lines = [process.stdout.readline().rstrip("\n") for _ in range(count)]
-    assert all(line.startswith("export HEADRACE_") for line in lines), lines
+    assert all(line.startswith("export HEADRACE_") for line in lines), process.stderr.read()
     return dict(line.removeprefix("export ").split("=", 1) for line in lines)
 
 

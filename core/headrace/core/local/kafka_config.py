@@ -12,8 +12,10 @@ from headrace.core.local.ports import HOST
 JVM_OPTIONS = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.awt.headless=true")
 """340 MB resident after a start, 450 MB after a few GB of traffic."""
 
+# Without `shutdownHook = disable` log4j stops when Kafka starts to stop, and the log of the shutdown is lost.
 LOG4J2 = """\
 status = error
+shutdownHook = disable
 appender.file.type = RollingFile
 appender.file.name = file
 appender.file.fileName = {log}
