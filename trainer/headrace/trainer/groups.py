@@ -1,0 +1,113 @@
+"""Tokenized groups: what the tokenizing process hands to the rank.
+
+Guarantees: numpy and the standard library only (no torch), so the type crosses a process boundary by pickle protocol 5 and a process
+that only tokenizes stays small; arrays of a sequence have one length. Gives up: immutability of the arrays' content, which nobody writes.
+Shapes: T tokens of one sequence.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSequence:
+    """One stretch of tokens that a model reads from its start; several per trajectory where its context was rewritten.
+
+    Example: a prompt of two tokens and an answer of one:
+    `TokenSequence(token_ids=[5, 6, 9], trainable=[False, False, True], logprobs=[nan, nan, -0.1])` (as arrays).
+
+    Raises:
+        ValueError: the arrays differ in length, there is no token, or the first token is trainable (nothing predicts it).
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    """int32[T]."""
+    trainable: npt.NDArray[np.bool_]
+    """bool[T]: the policy sampled this token."""
+    logprobs: npt.NDArray[np.float32]
+    """float32[T]: the behaviour policy's log-probability, natural log at temperature 1; NaN where not sampled or missing."""
+    policy_versions: npt.NDArray[np.int32] | None = None
+    """int32[T]: the version that sampled each token, -1 where not sampled or unknown; None where the sampler said none."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.trainable), len(self.logprobs)}
+        if self.policy_versions is not None:
+            lengths.add(len(self.policy_versions))
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(f"the arrays of a sequence must have one length of at least 1, not {sorted(lengths)}")
+        if self.trainable[0]:
+            raise ValueError("the first token of a sequence can't be trainable: nothing predicts it")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def trainable_tokens(self) -> int:
+        """How many tokens the policy sampled."""
+        return int(np.count_nonzero(self.trainable))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        versions = 0 if self.policy_versions is None else self.policy_versions.nbytes
+        return self.token_ids.nbytes + self.trainable.nbytes + self.logprobs.nbytes + versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizedTrajectory:
+    """One rollout as tokens, with what it was worth."""
+
+    reward: float
+    """float64, compared inside its group only."""
+    sequences: tuple[TokenSequence, ...]
+    """At least one; a history that is no token-for-token extension of the turn before goes on in a new sequence."""
+    initial_policy_version: int | None = None
+    final_policy_version: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """All tokens, context included."""
+        return sum(len(sequence) for sequence in self.sequences)
+
+    @property
+    def trainable_tokens(self) -> int:
+        """Sampled tokens over all sequences."""
+        return sum(sequence.trainable_tokens for sequence in self.sequences)
+
+
+# No slots: a group is asked for its counts at admission, at the cut and in the metrics, and `cached_property` needs a dict.
+@dataclass(frozen=True, kw_only=True)
+class TokenizedGroup:
+    """Rollouts of one task, compared with each other."""
+
+    group_id: str
+    trajectories: tuple[TokenizedTrajectory, ...]
+    exceptions: int = 0
+    """Rollouts that failed: counted, never part of a baseline."""
+
+    @cached_property
+    def tokens(self) -> int:
+        """All tokens, context included."""
+        return sum(trajectory.tokens for trajectory in self.trajectories)
+
+    @cached_property
+    def trainable_tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(trajectory.trainable_tokens for trajectory in self.trajectories)
+
+    @property
+    def zero_variance(self) -> bool:
+        """Whether all rewards are the same number: max == min on the raw float64 values.
+
+        Never decided by a standard deviation, which rounding makes unequal to 0 (three rewards of 0.1 have one of 1e-17).
+        """
+        rewards = [trajectory.reward for trajectory in self.trajectories]
+        return max(rewards) == min(rewards)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all arrays: what the group costs in memory."""
+        return sum(sequence.nbytes for trajectory in self.trajectories for sequence in trajectory.sequences)

@@ -1,0 +1,79 @@
+"""The two messages between the process that owns Kafka and the rank: a plan handed over, a result handed back.
+
+Guarantees: plain frozen data, no torch, no Kafka; a plan says from which state it starts, so a rank can't train on top of a state that
+was never committed (exactly-once rule 5). Gives up: sharing memory; a plan is pickled (protocol 5) through a pipe.
+"""
+
+from dataclasses import dataclass, field
+
+from headrace.schemas.state import Fingerprint
+from headrace.schemas.training import ModelSettings, TrainConfig
+from headrace.trainer.groups import TokenizedGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateKey:
+    """The identity of a training state: two attempts at one step are two states."""
+
+    model_id: str
+    incarnation: str
+    step: int
+    """Committed steps so far; 0 is the base model."""
+    attempt: str | None = None
+    """The attempt that made the state; None at step 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseSource:
+    """Where a base model is: a Hugging Face folder, or a folder that holds a GGUF file."""
+
+    path: str
+    gguf_file: str | None = None
+    """File name inside `path`, when the weights and the tokenizer are in a GGUF file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step to run."""
+
+    state: StateKey
+    """The state to start from."""
+    attempt: str
+    """UUID of this attempt; the new state carries it."""
+    base: BaseSource
+    settings: ModelSettings
+    config: TrainConfig
+    """The job's config over the model's, already merged."""
+    groups: tuple[TokenizedGroup, ...]
+    load_from: str | None = None
+    """Local folder of the snapshot of `state`; needed where the rank does not hold that state and its step is above 0."""
+    out_dir: str
+    """Local folder: the rank writes `weights/` and `snapshot/` into it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step did. The files are in the plan's `out_dir`."""
+
+    key: StateKey
+    """The new state: step + 1, this attempt. The rank holds it now."""
+    updates: int
+    """Optimizer updates: 0 when nothing could be trained."""
+    loss: float | None
+    """Sum over trainable tokens divided by their number; None without an update."""
+    grad_norm: float | None
+    """Euclidean norm before clipping; None without an update."""
+    num_sequences: int
+    """Packed rows."""
+    tokens: int
+    """All tokens that went through the model, context included, padding not."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Finite numbers only; `headrace.trainer.metrics` says what each is."""
+    plan_digest: str
+    """SHA-256 (hex) of the packed plan: equal plans train equally."""
+    seed: int
+    """What the random generators were set to, from (seed of the model, incarnation, step)."""
+    weights_format: str
+    """`full` or `lora`."""
+    seconds: float
+    fingerprint: Fingerprint
