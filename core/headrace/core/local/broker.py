@@ -12,6 +12,7 @@ Blocks: everything here is synchronous, for the command line, fixtures and the d
 import base64
 import shutil
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from headrace.core.local import probe
+from headrace.core.local.class_archive import sharing_options
 from headrace.core.local.distribution import KAFKA
 from headrace.core.local.errors import LocalServiceError
 from headrace.core.local.folder import ServiceFolder
@@ -58,6 +60,7 @@ class LocalBroker:
         self._port = port or None
         self._overrides = dict(overrides or {})
         self._cluster_id = ""
+        self._sharing: list[str] | None = None
         self._service: Running | None = None
 
     def start(self) -> Self:
@@ -129,9 +132,21 @@ class LocalBroker:
         logging = folder.write("log4j2.properties", LOG4J2.format(log=folder.log_file))
         text = server_properties(data=folder.data, port=ports[0], controller_port=ports[1], overrides=self._overrides)
         properties = folder.write("server.properties", text)
-        run = [*JVM_OPTIONS, f"-Dlog4j2.configurationFile={logging}"]
+        sharing = self._sharing
+        if sharing is None:
+            sharing = sharing_options(java, jars, JVM_OPTIONS, _start_once)
+        run = [*JVM_OPTIONS, *sharing, f"-Dlog4j2.configurationFile={logging}"]
         self._cluster_id = _format(folder, [str(java), *run], jars, properties)
         return [*run, "kafka.Kafka", str(properties)]
+
+
+def _start_once(jvm_option: str) -> None:
+    """Start a broker on a folder of its own with one more JVM option, and stop it."""
+    with tempfile.TemporaryDirectory() as folder:
+        broker = LocalBroker(folder)
+        broker._sharing = [jvm_option]
+        with broker:
+            pass
 
 
 def _format(folder: ServiceFolder, run: list[str], jars: list[Path], properties: Path) -> str:

@@ -46,7 +46,7 @@ def class_path(distribution: Distribution) -> list[Path]:
     folder = cache_dir() / distribution.folder_name
     jars = distribution.jars()
     if _unproven(folder, jars):
-        with _exclusive(folder):
+        with exclusive(folder):
             _repair(distribution, folder, _unproven(folder, jars))  # asked again: another process may have done it
     return [folder / jar.file_name for jar in jars]
 
@@ -56,7 +56,7 @@ def verify(distribution: Distribution) -> list[Path]:
     folder = cache_dir() / distribution.folder_name
     wrong = [jar for jar in distribution.jars() if not _is_right(folder / jar.file_name, jar)]
     if wrong:
-        with _exclusive(folder):
+        with exclusive(folder):
             stamps = _read_stamps(folder)
             _write_stamps(folder, {k: v for k, v in stamps.items() if k not in {jar.file_name for jar in wrong}})
     return [folder / jar.file_name for jar in wrong]
@@ -122,7 +122,7 @@ def _download(distribution: Distribution, folder: Path, wanted: list[LockedJar])
 
 
 @contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
+def exclusive(folder: Path) -> Iterator[None]:
     """Make the folder and hold its lock; waits while another process fills it. The kernel frees the lock of a killed one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
