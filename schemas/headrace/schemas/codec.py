@@ -5,24 +5,26 @@ JSON: the group with `token_ids`, `token_logprobs` and `policy_versions` on each
 every sampled turn with `token_span = [start, stop)`, and flat arrays over all turns in wire order: `token_ids` I32[N],
 `logprobs` F32[N], `policy_versions` I32[N] (optional; -1 where a turn has none). Spans tile the arrays, in order, without gaps.
 
-Guarantees: what one form encodes the other decodes to an equal `SampledGroup` (a property test holds them equal);
-safetensors arrays are views into the message, never copied. Gives up: log-probabilities beyond float32; big-endian hosts.
+Guarantees: what one form encodes the other decodes to an equal `SampledGroup` (a property test holds them equal); decoding and
+encoding fail with `CodecError` only; safetensors arrays are views into the message, never copied. Gives up: log-probabilities
+beyond float32; big-endian hosts; tensors of other names in a foreign file.
 """
 
 import struct
 import sys
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
+from pydantic_core import PydanticSerializationError
 
-from headrace.schemas.base import non_finite_paths
+from headrace.schemas.arrays import first_infinite, first_negative
 from headrace.schemas.errors import CodecError
-from headrace.schemas.parsing import load_json, validate
+from headrace.schemas.parsing import check_finite, load_json, shown, validate, write_json
 from headrace.schemas.reasons import DeadLetterReason as Reason
 from headrace.schemas.trajectory import TrajectoryGroup
-from headrace.schemas.turns import SampledTokens, lift, raw_choices
+from headrace.schemas.turns import SampledTokens, carried, lift, raw_choices
 
 JSON_TYPE = "application/json"
 SAFETENSORS_TYPE = "application/vnd.headrace.group+safetensors"
@@ -46,10 +48,11 @@ def sampled(group: TrajectoryGroup) -> SampledGroup:
     Raises:
         CodecError: the group has NaN or infinity somewhere, or lengths that do not agree.
     """
-    raw = group.model_dump(mode="python")
-    # Parsed JSON can't hold NaN, a dict that a user built can, and orjson would write it as null.
-    for path in non_finite_paths(raw):
-        raise CodecError(Reason.NOT_FINITE, path, "NaN or infinity is not a value; use None for a missing log-probability")
+    try:
+        raw = group.model_dump(mode="python")
+    except (PydanticSerializationError, ValueError, RecursionError) as error:
+        raise CodecError(Reason.INVALID_SCHEMA, "", f"the group can't be written: {error}") from None
+    check_finite(raw)  # parsed JSON can't hold NaN, a dict that a user built can
     return _from_raw(raw)
 
 
@@ -68,25 +71,31 @@ def decode_group(body: bytes | memoryview, content_type: str = JSON_TYPE) -> Sam
 
 
 def encode_json(group: SampledGroup) -> bytes:
-    """The JSON form, compact: tokens as plain arrays, null for a missing log-probability."""
+    """The JSON form, compact: tokens as plain arrays, null for a missing log-probability.
+
+    Raises:
+        CodecError: the group holds something that JSON can't, or tokens both in its JSON and in `turns`.
+    """
     raw = _dump(group)
-    for (choice, _path), turn in zip(raw_choices(raw), group.turns, strict=True):
-        if turn is not None:
-            choice["token_ids"] = turn.token_ids.tolist()
-            choice["token_logprobs"] = turn.logprobs.tolist()  # orjson writes NaN as null, which means missing here
-            if turn.policy_versions is not None:
-                choice["policy_versions"] = turn.policy_versions.tolist()
-    return orjson.dumps(raw)
+    for choice, turn in _choices(raw, group):
+        choice["token_ids"] = turn.token_ids.tolist()
+        choice["token_logprobs"] = turn.logprobs.tolist()  # NaN becomes null, which means missing here
+        if turn.policy_versions is not None:
+            choice["policy_versions"] = turn.policy_versions.tolist()
+    return write_json(raw)
 
 
 def encode_safetensors(group: SampledGroup) -> bytes:
-    """The safetensors form: one buffer, arrays behind the header."""
+    """The safetensors form: one buffer, arrays behind the header.
+
+    Raises:
+        CodecError: the group holds something that JSON can't, or tokens both in its JSON and in `turns`.
+    """
     raw = _dump(group)
     start = 0
-    for (choice, _path), turn in zip(raw_choices(raw), group.turns, strict=True):
-        if turn is not None:
-            choice["token_span"] = (start, start + len(turn))
-            start += len(turn)
+    for choice, turn in _choices(raw, group):
+        choice["token_span"] = (start, start + len(turn))
+        start += len(turn)
     turns = [turn for turn in group.turns if turn is not None]
     parts = {
         "token_ids": ("I32", b"".join(turn.token_ids for turn in turns)),
@@ -98,18 +107,37 @@ def encode_safetensors(group: SampledGroup) -> bytes:
             "I32",
             b"".join((unknown * len(turn)).tobytes() if turn.policy_versions is None else turn.policy_versions for turn in turns),
         )
-    header: dict[str, Any] = {"__metadata__": {"group": orjson.dumps(raw).decode()}}
+    header: dict[str, Any] = {"__metadata__": {"group": write_json(raw).decode()}}
     offset = 0
     for name, (dtype, data) in parts.items():
         header[name] = {"dtype": dtype, "shape": [start], "data_offsets": [offset, offset + len(data)]}
         offset += len(data)
-    text = orjson.dumps(header)
+    text = write_json(header)
     text += b" " * (-len(text) % 8)  # readers map the arrays: keep them aligned
     return b"".join([struct.pack("<Q", len(text)), text, *(data for _dtype, data in parts.values())])
 
 
 def _dump(group: SampledGroup) -> dict[str, Any]:
-    return group.group.model_dump(mode="json")
+    check_finite(group.group)  # before the dump, which turns NaN into None
+    try:
+        return group.group.model_dump(mode="json")
+    except (PydanticSerializationError, ValueError, RecursionError) as error:
+        raise CodecError(Reason.INVALID_SCHEMA, "", f"the group holds a value without a JSON form: {error}") from None
+
+
+def _choices(raw: dict[str, Any], group: SampledGroup) -> Iterator[tuple[dict[str, Any], SampledTokens]]:
+    """Each dumped choice that has a turn, with it."""
+    choices = [*raw_choices(raw)]
+    if len(choices) != len(group.turns):
+        detail = f"{len(choices)} choices but {len(group.turns)} turns (a choice has no `role` of its own)"
+        raise CodecError(Reason.SPAN_MISMATCH, "", detail)
+    for (choice, path), turn in zip(choices, group.turns, strict=True):
+        said = carried(choice)
+        if said is not None and (turn is not None or said != "logprobs"):
+            detail = "the tokens stand in `turns` already: use `sampled(group)` or leave them out"
+            raise CodecError(Reason.INVALID_SCHEMA, f"{path}.{said}", detail)
+        if turn is not None:
+            yield choice, turn
 
 
 def _from_raw(raw: Any) -> SampledGroup:  # noqa: ANN401 - raw JSON
@@ -125,13 +153,8 @@ def _decode_safetensors(body: memoryview) -> SampledGroup:
     text = metadata.get("group") if isinstance(metadata, dict) else None
     if not isinstance(text, str):
         raise CodecError(Reason.NOT_JSON, "__metadata__.group", "the group's JSON is missing")
-    raw = load_json(text.encode(errors="surrogatepass"))
-    ids = _array(header, data, "token_ids", "I32").cast("i")
-    logprobs = _array(header, data, "logprobs", "F32").cast("f")
-    versions = _array(header, data, "policy_versions", "I32").cast("i") if "policy_versions" in header else None
-    for name, values in (("logprobs", logprobs), ("policy_versions", versions)):
-        if values is not None and len(values) != len(ids):
-            raise CodecError(Reason.LENGTH_MISMATCH, name, f"{len(values)} entries but token_ids has {len(ids)}")
+    raw = load_json(text.encode())
+    flat = _flat(header, data)
     turns: list[SampledTokens | None] = []
     at = 0
     for choice, path in raw_choices(raw):
@@ -139,15 +162,40 @@ def _decode_safetensors(body: memoryview) -> SampledGroup:
         if span is None:
             turns.append(lift(choice, path))
             continue
-        start, stop = _span(span, f"{path}.token_span", at, len(ids))
-        at = stop
-        own = None if versions is None else versions[start:stop]
-        if own is not None and own and own[0] == -1:
-            own = None
-        turns.append(SampledTokens(token_ids=ids[start:stop], logprobs=logprobs[start:stop], policy_versions=own))
-    if at != len(ids):
-        raise CodecError(Reason.SPAN_MISMATCH, "token_ids", f"{len(ids)} tokens but the turns' spans end at {at}")
+        said = carried(choice)
+        if said is not None:
+            raise CodecError(Reason.INVALID_SCHEMA, f"{path}.{said}", "the turn has a token_span too: give one of them")
+        start, at = _span(span, f"{path}.token_span", at, len(flat))
+        turns.append(_turn(flat, start, at))
+    if at != len(flat):
+        raise CodecError(Reason.SPAN_MISMATCH, "token_ids", f"{len(flat)} tokens but the turns' spans end at {at}")
     return SampledGroup(group=validate(TrajectoryGroup, raw), turns=tuple(turns))
+
+
+def _flat(header: dict[str, Any], data: memoryview) -> SampledTokens:
+    """The flat arrays over all turns, views into the message; a version is -1 where its turn has none."""
+    ids = _array(header, data, "token_ids", "I32").cast("i")
+    logprobs = _array(header, data, "logprobs", "F32").cast("f")
+    versions = _array(header, data, "policy_versions", "I32").cast("i") if "policy_versions" in header else None
+    for name, values in (("logprobs", logprobs), ("policy_versions", versions)):
+        if values is not None and len(values) != len(ids):
+            raise CodecError(Reason.LENGTH_MISMATCH, name, f"{len(values)} entries but token_ids has {len(ids)}")
+    if (i := first_negative(ids)) is not None:
+        raise CodecError(Reason.INVALID_SCHEMA, f"token_ids[{i}]", f"{ids[i]} is negative")
+    if (i := first_infinite(logprobs)) is not None:
+        raise CodecError(Reason.NOT_FINITE, f"logprobs[{i}]", f"{logprobs[i]}: write NaN for a missing log-probability")
+    return SampledTokens(token_ids=ids, logprobs=logprobs, policy_versions=versions)
+
+
+def _turn(flat: SampledTokens, start: int, stop: int) -> SampledTokens:
+    versions = None if flat.policy_versions is None else flat.policy_versions[start:stop]
+    if versions is not None and (i := first_negative(versions)) is not None:
+        if any(version != -1 for version in versions):
+            raise CodecError(
+                Reason.INVALID_SCHEMA, f"policy_versions[{start + i}]", f"{versions[i]}: a turn has a version for each token, or -1 for all"
+            )
+        versions = None
+    return SampledTokens(token_ids=flat.token_ids[start:stop], logprobs=flat.logprobs[start:stop], policy_versions=versions or None)
 
 
 def _split(body: memoryview) -> tuple[dict[str, Any], memoryview]:
@@ -159,7 +207,15 @@ def _split(body: memoryview) -> tuple[dict[str, Any], memoryview]:
     header = load_json(body[8 : 8 + size])
     if not isinstance(header, dict):
         raise CodecError(Reason.NOT_JSON, "", "the safetensors header is not an object")
-    return header, body[8 + size :]
+    data = body[8 + size :]
+    described = 0
+    for tensor in header.values():
+        match tensor:
+            case {"data_offsets": [int(_), int(last)]}:
+                described = max(described, last)
+    if described < len(data):
+        raise CodecError(Reason.SPAN_MISMATCH, "", f"{len(data)} bytes of data, of which the header describes {described}")
+    return header, data
 
 
 def _array(header: dict[str, Any], data: memoryview, name: str, dtype: str) -> memoryview:
@@ -170,7 +226,7 @@ def _array(header: dict[str, Any], data: memoryview, name: str, dtype: str) -> m
         case _:
             raise CodecError(Reason.SPAN_MISMATCH, name, f"a one-dimensional {dtype} tensor is needed")
     if found != dtype:
-        raise CodecError(Reason.SPAN_MISMATCH, name, f"dtype {found}, needed is {dtype}")
+        raise CodecError(Reason.SPAN_MISMATCH, name, f"dtype {shown(found)}, needed is {dtype}")
     if not 0 <= first <= last <= len(data) or last - first != n * 4:
         raise CodecError(Reason.SPAN_MISMATCH, name, f"shape [{n}] and offsets [{first}, {last}] do not fit {len(data)} bytes of data")
     return data[first:last]
@@ -181,4 +237,4 @@ def _span(span: Any, path: str, at: int, total: int) -> tuple[int, int]:  # noqa
         case [int(start), int(stop)] if start == at and start <= stop <= total:
             return start, stop
         case _:
-            raise CodecError(Reason.SPAN_MISMATCH, path, f"{span!r}: [{at}, stop] with stop at most {total} is needed")
+            raise CodecError(Reason.SPAN_MISMATCH, path, f"[{at}, stop] with stop at most {total} is needed")

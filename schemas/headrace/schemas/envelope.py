@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-import orjson
 from pydantic import BaseModel
 
 from headrace.schemas.base import utc_now
@@ -18,7 +17,7 @@ from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel
 from headrace.schemas.errors import CodecError
 from headrace.schemas.events import GroupRejected, JobStateChanged, Starved, StepCompleted
 from headrace.schemas.jobs import JobDocument, TrainingJob
-from headrace.schemas.parsing import load_json, validate
+from headrace.schemas.parsing import check_finite, load_json, validate, write_json
 from headrace.schemas.reasons import DeadLetterReason as Reason
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.trajectory import TrajectoryGroup
@@ -89,7 +88,11 @@ class Envelope:
 def seal(
     record: BaseModel, *, source: str, event_id: str | None = None, traceparent: str | None = None
 ) -> tuple[bytes, list[tuple[str, bytes]]]:
-    """A record as (value, headers), JSON. `event_id` is random unless given; events that may repeat derive theirs."""
+    """A record as (value, headers), JSON. `event_id` is random unless given; events that may repeat derive theirs.
+
+    Raises:
+        CodecError: an unknown field holds something that JSON can't.
+    """
     envelope = Envelope(
         type=type_of(type(record)),
         source=source,
@@ -97,7 +100,8 @@ def seal(
         time=utc_now(),
         traceparent=traceparent,
     )
-    return orjson.dumps(record.model_dump(mode="json"), option=orjson.OPT_NON_STR_KEYS), envelope.headers()
+    check_finite(record)  # before the dump, which turns NaN into None
+    return write_json(record.model_dump(mode="json")), envelope.headers()
 
 
 def header_text(headers: Iterable[tuple[str, bytes | None]]) -> Mapping[str, str]:

@@ -1,0 +1,40 @@
+"""Which records each topic carries: one table for readers, for subscribers and for the AsyncAPI document.
+
+The first of a topic is what a record without `ce_type` is read as. `dead-letters` carries foreign bytes and is not here.
+"""
+
+from pydantic import BaseModel
+
+from headrace.schemas import topics
+from headrace.schemas.claim import GroupClaim
+from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel
+from headrace.schemas.events import GroupRejected, JobStateChanged, Starved, StepCompleted
+from headrace.schemas.jobs import JobDocument, TrainingJob
+from headrace.schemas.state import LaneState, ModelState, StepRecord
+from headrace.schemas.trajectory import TrajectoryGroup
+from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
+
+CARRIED: dict[str, tuple[type[BaseModel], ...]] = {
+    topics.TRAJECTORY_GROUPS: (TrajectoryGroup, GroupClaim, TrainingJob),
+    topics.COMMANDS: (CreateModel, DeleteModel, CancelJob),
+    topics.STEPS: (StepRecord,),
+    topics.MODELS: (ModelState, LaneState),
+    topics.TRAINING_EVENTS: (StepCompleted, GroupRejected, JobStateChanged, Starved),
+    topics.WEIGHTS: (WeightsPublished,),
+    topics.WEIGHT_ACKS: (WeightsApplied, WeightsFailed),
+    topics.JOBS: (JobDocument,),
+}
+"""Record models by topic name without the prefix."""
+
+
+def topic_of(model: type[BaseModel]) -> str:
+    """The topic (without the prefix) that carries a record model.
+
+    Raises:
+        LookupError: no topic carries it; names those that are carried.
+    """
+    for topic, models in CARRIED.items():
+        if model in models:
+            return topic
+    known = ", ".join(m.__name__ for models in CARRIED.values() for m in models)
+    raise LookupError(f"no topic carries {model.__name__}; records are: {known}")
