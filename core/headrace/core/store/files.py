@@ -1,0 +1,203 @@
+"""A store in a folder, for one machine or a shared file system.
+
+Guarantees: an object appears by a hard link to a finished, fsynced file, which fails where the name is taken; every folder above it up
+to the store's is fsynced before a put returns. Gives up: a writer that is killed leaves a hidden partial file, which no reader sees;
+SHA-256 is not stored (`head` has none); file systems without hard links.
+"""
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from typing_extensions import override
+
+from headrace.core.store.digests import Tally, check, file_chunks, sha256_of_bytes, sha256_of_file, verified, write_verified
+from headrace.core.store.errors import ObjectExistsError, ObjectNotFoundError, StoreError, StoreUnavailableError, plain_os_error
+from headrace.core.store.interface import ObjectStore, StoredObject
+from headrace.core.store.keys import TEMPORARY_PREFIX, check_key, check_prefix, key_of
+
+
+class FileStore(ObjectStore):
+    """Objects as files below a folder, which is made by the first put.
+
+    Args:
+        root: The folder; a relative one is taken from the current folder, now.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+        self._base = f"file://{self._root.as_posix()}"
+
+    def __repr__(self) -> str:
+        return f"FileStore({self._base})"
+
+    @override
+    def uri(self, key: str) -> str:
+        return f"{self._base}/{check_key(key)}"
+
+    @override
+    def resolve(self, uri: str) -> str:
+        return key_of(uri, self._base)
+
+    @override
+    def put_bytes_if_absent(self, key: str, data: bytes) -> StoredObject:
+        return self._put(key, [data], None)
+
+    @override
+    def put_file_if_absent(self, key: str, path: Path, *, sha256: str | None = None) -> StoredObject:
+        return self._put(key, file_chunks(path), sha256)
+
+    @override
+    def put_stream_if_absent(self, key: str, chunks: Iterable[bytes], *, sha256: str | None = None) -> StoredObject:
+        return self._put(key, chunks, sha256)
+
+    @override
+    def get_bytes(self, key: str, *, sha256: str | None = None) -> bytes:
+        with self._plain_errors(key):
+            data = self._path(key).read_bytes()
+        if sha256 is not None:
+            check(self.uri(key), sha256_of_bytes(data), sha256)
+        return data
+
+    @override
+    def get_chunks(self, key: str, *, sha256: str | None = None) -> Iterator[bytes]:
+        with self._plain_errors(key):
+            yield from verified(file_chunks(self._path(key)), self.uri(key), sha256)
+
+    @override
+    def get_file(self, key: str, path: Path, *, sha256: str | None = None) -> StoredObject:
+        source = self._path(key)
+        self.head(key)  # a missing object is not to be mistaken for a missing target folder
+
+        def fill(partial: Path) -> None:
+            with partial.open("wb") as out:
+                for chunk in file_chunks(source):
+                    out.write(chunk)
+
+        size, found = write_verified(path, fill, self.uri(key), sha256)
+        return StoredObject(key=key, size=size, sha256=found)
+
+    @override
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        if not 0 <= start <= stop:
+            raise ValueError(f"no range: [{start}, {stop})")
+        with self._plain_errors(key), self._path(key).open("rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    @override
+    def head(self, key: str) -> StoredObject:
+        path = self._path(key)
+        with self._plain_errors(key):
+            if path.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "a folder")
+            return StoredObject(key=key, size=path.stat().st_size, sha256=None)
+
+    @override
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        folder, _, _ = check_prefix(prefix).rpartition("/")
+        with self._plain_errors(prefix):
+            for key, entry in self._walk(self._root / folder, folder, prefix):
+                with contextlib.suppress(FileNotFoundError):  # deleted since it was seen
+                    yield StoredObject(key=key, size=entry.stat().st_size, sha256=None)
+
+    @override
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._plain_errors(key):
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                return
+            _fsync_folder(path.parent)
+            for folder in path.parents:
+                if folder == self._root:
+                    break
+                try:
+                    folder.rmdir()
+                except OSError:  # not empty, or gone by another's hand
+                    break
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _put(self, key: str, chunks: Iterable[bytes], sha256: str | None) -> StoredObject:
+        path = self._path(key)
+        tally = Tally()
+        with self._plain_errors(key, missing=StoreUnavailableError):
+            _make_durable_folder(self._root)
+            partial = _new_partial(path.parent)
+            try:
+                with partial.open("r+b") as file:
+                    for chunk in tally.passing(chunks):
+                        file.write(chunk)
+                    file.flush()
+                    os.fsync(file.fileno())
+                check(f"what was to be stored as {self.uri(key)}", tally.sha256, sha256)
+                try:
+                    os.link(partial, path)
+                except FileExistsError:
+                    if path.is_dir() or sha256_of_file(path) != tally.sha256:
+                        raise ObjectExistsError(f"{self.uri(key)} exists with other content; it was left as it is") from None
+            finally:
+                partial.unlink(missing_ok=True)
+            # Also where the object was there: its first writer may not have come so far yet.
+            for folder in path.parents:
+                _fsync_folder(folder)
+                if folder == self._root:
+                    break
+        return StoredObject(key=key, size=tally.size, sha256=tally.sha256)
+
+    def _walk(self, folder: Path, above: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Files in the order of their keys: a folder sorts as its name with the slash."""
+        try:
+            with os.scandir(folder) as found:
+                entries = [(f"{above}/{entry.name}" if above else entry.name, entry) for entry in found]
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        keyed = [(key + "/" if entry.is_dir() else key, entry) for key, entry in entries if not entry.name.startswith(TEMPORARY_PREFIX)]
+        for key, entry in sorted(keyed, key=lambda pair: pair[0].encode(errors="surrogateescape")):
+            if key.endswith("/") and (key.startswith(prefix) or prefix.startswith(key)):
+                yield from self._walk(Path(entry.path), key[:-1], prefix)
+            elif not key.endswith("/") and key.startswith(prefix):
+                yield key, entry
+
+    @contextlib.contextmanager
+    def _plain_errors(self, key: str, missing: type[StoreError] = ObjectNotFoundError) -> Iterator[None]:
+        where = f"{self._base}/{key}"
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise missing(f"{where} does not exist" if missing is ObjectNotFoundError else f"{where}: {error}") from error
+        except OSError as error:
+            raise plain_os_error(error, where) from error
+
+
+def _make_durable_folder(folder: Path) -> None:
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        _fsync_folder(path.parent)
+
+
+def _new_partial(folder: Path) -> Path:
+    """An empty file in the folder, which is made if it is missing, and made again if a deletion empties and removes it meanwhile."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+        try:
+            partial.touch(exist_ok=False)
+        except FileNotFoundError:
+            continue
+        return partial
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,136 @@
+r"""Folders of files in a store, made one by a manifest: weights and snapshots.
+
+`prefix/a`, `prefix/b/c`, … and `prefix/manifest.json`, which lists each file's size and SHA-256 and is written last, by a conditional put.
+The digest of a folder is the SHA-256 over its files' lines `sha256  path\n`, sorted: what `sha256sum` prints.
+
+Guarantees: a fetched folder has exactly the files of the manifest, each checked, and appears at once; an interrupted fetch goes on
+where it stopped. Gives up: symbolic links and empty folders.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import orjson
+from pydantic import ValidationError
+
+from headrace.core.store.digests import check, sha256_of_file
+from headrace.core.store.errors import DigestMismatchError, StoreError, plain_os_error
+from headrace.core.store.interface import ObjectStore
+from headrace.core.store.keys import check_key
+from headrace.schemas.weights import Manifest, StoredFile, WeightsRef
+
+MANIFEST = "manifest.json"
+_THREADS = 4
+
+
+def folder_digest(files: Iterable[StoredFile]) -> str:
+    """One name for the content of all files, hex."""
+    return hashlib.sha256("".join(sorted(f"{file.sha256}  {file.path}\n" for file in files)).encode()).hexdigest()
+
+
+def store_folder(
+    store: ObjectStore,
+    prefix: str,
+    folder: Path,
+    *,
+    kind: Literal["weights", "snapshot"],
+    model_id: str,
+    incarnation: str,
+    step: int,
+    attempt: str,
+) -> tuple[Manifest, WeightsRef]:
+    """Store every file of a folder under `prefix`, then the manifest. All is durable when it returns; repeating it is harmless.
+
+    Raises:
+        StoreError: the folder is empty or has what can't be stored, a name is taken by other content, or the store can't be used.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    names = {path: path.relative_to(folder).as_posix() for path in paths}
+    if not paths or MANIFEST in names.values():
+        raise StoreError(f"{folder} has {'a file ' + MANIFEST + ' of its own' if paths else 'no files'}: it can't be stored as {prefix}")
+    if odd := next((path for path in paths if path.is_symlink() or not path.is_file()), None):
+        raise StoreError(f"{odd} is no ordinary file: it can't be stored")
+
+    def put(path: Path) -> StoredFile:
+        stored = store.put_file_if_absent(f"{prefix}/{names[path]}", path)
+        assert stored.sha256 is not None  # noqa: S101 - a put always knows it
+        return StoredFile(path=names[path], size=stored.size, sha256=stored.sha256)
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="headrace-store") as pool:
+        files = tuple(pool.map(put, paths))
+    manifest = Manifest(
+        kind=kind,
+        model_id=model_id,
+        incarnation=incarnation,
+        step=step,
+        attempt=attempt,
+        files=files,
+        digest=folder_digest(files),
+    )
+    store.put_bytes_if_absent(f"{prefix}/{MANIFEST}", orjson.dumps(manifest.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+    return manifest, WeightsRef(uri=store.uri(prefix), digest=manifest.digest)
+
+
+def read_manifest(store: ObjectStore, uri: str, digest: str) -> Manifest:
+    """The manifest of a stored folder, checked against the digest that was committed.
+
+    Raises:
+        ObjectNotFoundError: there is none.
+        DigestMismatchError: it is unreadable, or lists other content.
+        InvalidKeyError: the URI is not in this store.
+    """
+    where = f"{uri}/{MANIFEST}"
+    body = store.get_bytes(f"{store.resolve(uri)}/{MANIFEST}")
+    try:
+        manifest = Manifest.model_validate_json(body)
+    except ValidationError as error:
+        raise DigestMismatchError(f"{where} is no manifest: {error.errors(include_url=False, include_input=False)[0]['msg']}") from error
+    for file in manifest.files:
+        check_key(file.path)
+    check(f"the list of files in {where}", folder_digest(manifest.files), digest)
+    return manifest
+
+
+def fetch_folder(store: ObjectStore, uri: str, digest: str, dest: Path) -> Manifest:
+    """Download a stored folder to `dest`, which appears whole; what stands there with other content is replaced.
+
+    Files wait in `dest` + `.partial` until all are there; those that are right are kept by the next call.
+
+    Raises:
+        ObjectNotFoundError: the manifest or a file is gone.
+        DigestMismatchError: names the file that was changed or truncated.
+        StoreUnavailableError: the store, or the local disk.
+    """
+    manifest = read_manifest(store, uri, digest)
+    key = store.resolve(uri)
+    partial = dest.with_name(dest.name + ".partial")
+    try:
+        if _is_whole(dest, manifest):
+            return manifest
+        partial.mkdir(parents=True, exist_ok=True)
+        for path in partial.rglob("*"):
+            if path.is_file() and path.relative_to(partial).as_posix() not in {file.path for file in manifest.files}:
+                path.unlink()
+        for file in manifest.files:
+            here = partial / file.path
+            if not _is(here, file):
+                store.get_file(f"{key}/{file.path}", here, sha256=file.sha256)
+        if dest.exists():
+            shutil.rmtree(dest)
+        partial.rename(dest)
+    except OSError as error:
+        raise plain_os_error(error, f"{dest} (from {uri})") from error
+    return manifest
+
+
+def _is_whole(folder: Path, manifest: Manifest) -> bool:
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return there == {file.path for file in manifest.files} and all(_is(folder / file.path, file) for file in manifest.files)
+
+
+def _is(path: Path, file: StoredFile) -> bool:
+    return path.is_file() and path.stat().st_size == file.size and sha256_of_file(path) == file.sha256

@@ -1,0 +1,73 @@
+"""The interface of a store. `tests/core/test_store.py` is its contract, run against both implementations."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredObject:
+    """What a store knows about an object."""
+
+    key: str
+    size: int
+    """Bytes."""
+    sha256: str | None
+    """Hex; None where the store would have to read the object to tell."""
+
+
+class ObjectStore(Protocol):
+    """Objects by key. Keys are `a/b/c`; see `keys.check_key`.
+
+    Every method may raise `InvalidKeyError` and `StoreUnavailableError`. An object is there whole or not at all, and when a put
+    returns it is durable. There is no overwriting: names are never used again.
+    """
+
+    def uri(self, key: str) -> str:
+        """The URI of a key, for messages."""
+        ...
+
+    def resolve(self, uri: str) -> str:
+        """The key of a URI of this store; any other URI raises `InvalidKeyError`."""
+        ...
+
+    def put_bytes_if_absent(self, key: str, data: bytes) -> StoredObject:
+        """Store bytes under a free name. The same content under that name already is success; other content raises `ObjectExistsError`."""
+        ...
+
+    def put_file_if_absent(self, key: str, path: Path, *, sha256: str | None = None) -> StoredObject:
+        """As `put_bytes_if_absent`, streamed from a file; with `sha256` the source must have it, else `DigestMismatchError`."""
+        ...
+
+    def put_stream_if_absent(self, key: str, chunks: Iterable[bytes], *, sha256: str | None = None) -> StoredObject:
+        """As `put_file_if_absent`, from an iterator of bytes."""
+        ...
+
+    def get_bytes(self, key: str, *, sha256: str | None = None) -> bytes:
+        """The whole object. Raises `ObjectNotFoundError`, and `DigestMismatchError` where `sha256` is given."""
+        ...
+
+    def get_chunks(self, key: str, *, sha256: str | None = None) -> Iterator[bytes]:
+        """The object in pieces. The digest is known at the end only: use nothing of it before the iterator has ended."""
+        ...
+
+    def get_file(self, key: str, path: Path, *, sha256: str | None = None) -> StoredObject:
+        """The object as a file, which appears whole and checked or not at all; an older file there is replaced."""
+        ...
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop` (excluded), fewer where the object ends before."""
+        ...
+
+    def head(self, key: str) -> StoredObject:
+        """What is known of an object without reading it. Raises `ObjectNotFoundError`."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """Objects whose key starts with `prefix` (a text, not a folder), in the order of their keys' UTF-8 bytes, page by page."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Delete an object; a missing one is no error."""
+        ...
