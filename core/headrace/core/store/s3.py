@@ -1,10 +1,9 @@
 """A store in S3, or in anything that speaks its API, through boto3.
 
-Guarantees: puts are conditional (`If-None-Match: *`), also at the end of a multipart upload; an object's SHA-256 is its metadata
-`sha256`. Multipart, parallel ranges and retries are boto3's transfer manager's. Gives up: servers that ignore the condition at the end
-of a multipart upload (S3Proxy is one; files over 16 MiB) are asked first, and two writers of one name at the same moment
-are not told apart there. That is why large files have names of their own attempt, and a manifest, which is small, makes them one.
-A stream goes through a temporary file, since its digest is sent ahead of it.
+Guarantees: puts are conditional (`If-None-Match: *`), also at the completion of a multipart upload; an object's SHA-256 is its metadata
+`sha256`. Multipart, parallel ranges and retries are boto3's transfer manager's. Gives up: on a server that ignores the condition (AWS
+and S3Proxy heed it), two writers of one new name at the same moment are not told apart. A stream goes through a temporary file, since
+its digest is sent ahead of it.
 """
 
 import contextlib
@@ -99,7 +98,7 @@ class S3Store(ObjectStore):
         check(f"{path}, to be stored as {self.uri(key)},", digest, sha256)
         wanted = StoredObject(key=key, size=before.st_size, sha256=digest)
         if before.st_size >= TRANSFER.multipart_threshold and self._is_there(wanted):
-            return wanted
+            return wanted  # the condition would be told only after all parts were sent
 
         def put() -> None:
             with path.open("rb") as file:
@@ -179,7 +178,7 @@ class S3Store(ObjectStore):
     @override
     def delete(self, key: str) -> None:
         name = self._name(key)
-        with self._plain_errors(key), contextlib.suppress(ObjectNotFoundError), self._plain_errors(key):
+        with contextlib.suppress(ObjectNotFoundError), self._plain_errors(key):
             self._client.delete_object(Bucket=self._bucket, Key=name)
 
     def _name(self, key: str) -> str:
