@@ -11,7 +11,7 @@ Gives up: memory bounds; `read_to_end` holds all it read (`stream_to_end` does n
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
@@ -23,6 +23,7 @@ from headrace.core.topic_metadata import partition_count
 
 POLL_MS = 25
 """A poll returns early with records, and at the latest after this: markers alone move the position without waking the poll."""
+FOLLOW_POLL_MS = 1000
 STALL_SECONDS = 120.0
 """Longer than a transaction of ours may stay open (60 s) and the broker takes to notice (10 s)."""
 
@@ -69,7 +70,7 @@ async def stream_to_end(
     *,
     start: Mapping[int, int] | None = None,
     stall_seconds: float = STALL_SECONDS,
-) -> AsyncIterator[list[ConsumerRecord]]:
+) -> AsyncGenerator[list[ConsumerRecord]]:
     """As `read_to_end`, in non-empty batches of one partition each. Close it (`aclosing`) when leaving early."""
     with plain_errors(options):
         ends = await end_offsets(options, topic, partitions)
@@ -90,6 +91,24 @@ async def stream_to_end(
                         del unread[partition]
                 if unread and time.monotonic() - moved_at > stall_seconds:
                     raise ReadStalledError(_stalled(unread, positions, stall_seconds))
+
+
+async def follow(options: ClientOptions, topic: str, partition: int) -> AsyncGenerator[list[ConsumerRecord]]:
+    """Committed records of a partition from its beginning, then each batch as it comes, without an end. Close it (`aclosing`).
+
+    Raises:
+        KafkaUnavailableError: no broker, or the topic does not exist.
+    """
+    with plain_errors(options):
+        await partition_count(options, topic)
+        async with _consumer(options, isolation_level="read_committed") as consumer:
+            where = TopicPartition(topic, partition)
+            first = (await consumer.beginning_offsets([where]))[where]
+            consumer.assign([where])
+            consumer.seek(where, first)
+            while True:
+                for records in (await consumer.getmany(timeout_ms=FOLLOW_POLL_MS)).values():
+                    yield records
 
 
 async def end_offsets(options: ClientOptions, topic: str, partitions: Iterable[int] | None = None) -> dict[int, int]:

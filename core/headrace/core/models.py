@@ -1,0 +1,212 @@
+"""Models as everyone but their owner sees them: states in `models`, with the commands folded over them that no owner has read yet.
+
+Guarantees: a model shows as soon as its command is in the log, also with no worker alive; commands are idempotent (the id derives from
+account, project and name). Gives up: what a command leads to is the owner's to say; until then the view says `creating` or `deleting`.
+"""
+
+import asyncio
+import uuid
+from contextlib import aclosing
+from dataclasses import replace
+
+import orjson
+from aiokafka import AIOKafkaProducer, ConsumerRecord
+
+from headrace.core.errors import HeadraceError
+from headrace.core.kafka import ClientOptions, client_options, plain_errors
+from headrace.core.lanes import lane_of
+from headrace.core.model_views import ModelView, created_view, fold, open_state
+from headrace.core.reading import OffsetLostError, follow, latest_by_key, read_to_end
+from headrace.core.settings import Settings
+from headrace.core.topic_admin import lane_count
+from headrace.schemas.commands import CreateModel, DeleteModel
+from headrace.schemas.envelope import seal
+from headrace.schemas.state import LaneState
+from headrace.schemas.training import ModelSettings
+
+_NAMESPACE = uuid.UUID("9d3f2a64-54b0-5c1e-8a52-1f1c0a6f7be3")
+_SOURCE = "headrace/models"
+
+
+class UnknownModelError(HeadraceError):
+    """There is no such model."""
+
+
+class ModelNotReadyError(HeadraceError):
+    """No worker has read a model's command yet."""
+
+
+class ModelRefusedError(HeadraceError):
+    """A model that can't be created as asked; says which field and what is possible."""
+
+
+def model_id_of(account: str, project: str, name: str) -> str:
+    """The id of a model: a UUID5, so that whoever asks for the same model means the same id."""
+    return str(uuid.uuid5(_NAMESPACE, orjson.dumps([account, project, name]).decode()))
+
+
+async def create_model(settings: Settings, *, project: str, name: str, model: ModelSettings, account: str | None = None) -> ModelView:
+    """Ask for a model; one that lives already with the same settings is returned as it is.
+
+    Args:
+        settings: Of this process; the model will belong to `settings.worker.group`.
+        project: Project.
+        name: Name, unique in the project.
+        model: What is trained and how; fixed from now on.
+        account: Owner; None: `settings.account`.
+
+    Raises:
+        ModelRefusedError: the base model is unknown or can't be trained that way, a name is not usable, or the model lives with
+            other settings.
+        KafkaUnavailableError: no broker; nothing was sent, or it is not known: repeating is harmless.
+    """
+    account = account or settings.account
+    _check_names(account=account, project=project, name=name)
+    check_base_model(settings, model)
+    model_id = model_id_of(account, project, name)
+    command = CreateModel(
+        model_id=model_id, account=account, project=project, name=name, settings=model, worker_group=settings.worker.group
+    )
+    known = (await _read(settings, model_id)).get(model_id)
+    if known is None or known.status in {"deleted", "deleting"}:
+        place = await _send(settings, command)
+        return replace(created_view(command), command=place)
+    if known.settings != model or known.worker_group != settings.worker.group:
+        differing = sorted(k for k, v in model.model_dump().items() if v != known.settings.model_dump().get(k))
+        raise ModelRefusedError(
+            f"model {name!r} of project {project!r} exists with other settings ({', '.join(differing) or 'worker.group'}), which are fixed "
+            "at creation: take another name, or delete it first"
+        )
+    return known
+
+
+async def delete_model(settings: Settings, model_id: str) -> ModelView:
+    """Ask for a model's deletion; its state stays and refuses groups.
+
+    Raises:
+        UnknownModelError: there is none.
+        KafkaUnavailableError: no broker.
+    """
+    known = await get_model(settings, model_id)
+    if known.status in {"deleted", "deleting"}:
+        return known
+    place = await _send(settings, DeleteModel(model_id=model_id))
+    return replace(known, status="deleting", command=place)
+
+
+async def get_model(settings: Settings, model_id: str) -> ModelView:
+    """One model; a deleted one too.
+
+    Raises:
+        UnknownModelError: there is none.
+        KafkaUnavailableError: no broker.
+    """
+    found = (await _read(settings, model_id)).get(model_id)
+    if found is None:
+        raise UnknownModelError(f"there is no model {model_id}: `headrace models list` shows those there are")
+    return found
+
+
+async def list_models(
+    settings: Settings, *, account: str | None = None, project: str | None = None, deleted: bool = False
+) -> list[ModelView]:
+    """All models, those of an account or project, by account, project and name; deleted ones only if asked for.
+
+    Raises:
+        KafkaUnavailableError: no broker.
+    """
+    views = (await _read(settings, None)).values()
+    chosen = [
+        view
+        for view in views
+        if (account is None or view.account == account)
+        and (project is None or view.project == project)
+        and (deleted or view.status != "deleted")
+    ]
+    return sorted(chosen, key=lambda view: (view.account, view.project, view.name))
+
+
+async def wait_for_model(settings: Settings, view: ModelView, seconds: float) -> ModelView:
+    """Wait until the owner of its lane has done what `create_model` or `delete_model` asked for, by following `models`.
+
+    Args:
+        settings: Of this process.
+        view: What those returned.
+        seconds: Give up after.
+
+    Raises:
+        ModelNotReadyError: no worker has answered by then.
+    """
+    if view.command is None:
+        return view
+    reached = {"deleted"} if view.status == "deleting" else {"active", "stopped", "diverged"}
+    lane, _ = view.command
+    records: list[ConsumerRecord] = []
+    try:
+        async with asyncio.timeout(seconds):
+            options = client_options(settings.kafka, "headrace-models")
+            async with aclosing(follow(options, settings.topic_names.models, lane)) as batches:
+                async for batch in batches:
+                    records = list(latest_by_key(records + batch).values())
+                    through = max((s.commands_through for s in map(open_state, records) if isinstance(s, LaneState)), default=0)
+                    now = fold(records, []).get(view.model_id)
+                    # The lane's record and the model's are of one transaction, but may come in two batches.
+                    if through > view.command[1] and now is not None and now.status in reached:
+                        return now
+    except TimeoutError as error:
+        raise ModelNotReadyError(
+            f"no worker has taken up {view.name} ({view.model_id}) within {seconds:g} s: is one of group {view.worker_group!r} running "
+            "(`headrace worker`)? The command stays in the log and is read when one starts"
+        ) from error
+    raise AssertionError("follow does not end")
+
+
+def check_base_model(settings: Settings, model: ModelSettings) -> None:
+    """Raise `ModelRefusedError` unless the catalogue has the base model and lets it be trained that way."""
+    entry = settings.base_models.get(model.base_model)
+    if entry is None:
+        there = ", ".join(sorted(settings.base_models)) or "none: name some under base_models in the file that HEADRACE_CONFIG names"
+        raise ModelRefusedError(f"base_model: {model.base_model!r} is not in the catalogue; there are {there}")
+    if model.adaptation not in entry.trainable:
+        raise ModelRefusedError(
+            f"adaptation: {model.base_model!r} can be trained as {' or '.join(entry.trainable)}, not {model.adaptation}"
+        )
+
+
+async def _read(settings: Settings, model_id: str | None) -> dict[str, ModelView]:
+    """Views of all models, or of those on one model's lane."""
+    options = client_options(settings.kafka, "headrace-models")
+    topics = settings.topic_names
+    lanes = await lane_count(options, topics)
+    partitions = None if model_id is None else [lane_of(model_id, lanes)]
+    states = await read_to_end(options, topics.models, partitions)
+    lane_states = (open_state(record) for record in latest_by_key(states).values() if record.key.startswith(b"lane:"))
+    start = {state.lane: state.commands_through for state in lane_states if isinstance(state, LaneState)}
+    try:
+        commands = await read_to_end(options, topics.commands, partitions, start=start)
+    except OffsetLostError:  # no owner for longer than commands are kept: what is left is all there is
+        commands = await read_to_end(options, topics.commands, partitions)
+    return fold(states, commands)
+
+
+async def _send(settings: Settings, command: CreateModel | DeleteModel) -> tuple[int, int]:
+    """Write a command; returns its (lane, offset)."""
+    options: ClientOptions = client_options(settings.kafka, "headrace-models")
+    lane = lane_of(command.model_id, await lane_count(options, settings.topic_names))
+    value, headers = seal(command, source=_SOURCE)
+    with plain_errors(options):
+        producer = AIOKafkaProducer(**options, enable_idempotence=True, acks="all")
+        try:
+            await producer.start()
+            sent = await producer.send_and_wait(
+                settings.topic_names.commands, value, key=command.model_id.encode(), partition=lane, headers=headers
+            )
+        finally:
+            await producer.stop()
+    return lane, int(sent.offset)
+
+
+def _check_names(**names: str) -> None:
+    for field, value in names.items():
+        if not 1 <= len(value) <= 128 or not value.isprintable() or value != value.strip():
+            raise ModelRefusedError(f"{field}: {value[:140]!r} must have 1 to 128 printable characters, without blanks around them")
