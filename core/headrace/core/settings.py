@@ -71,7 +71,8 @@ class S3Settings(_Section):
 class ProducerSettings(_Section):
     """The producer embedded in agent runtimes."""
 
-    compression: Literal["none", "lz4", "zstd"] = "lz4"
+    compression: Literal["none", "lz4", "zstd"] = "zstd"
+    """Of batches, on the event loop: zstd takes 0.4 ms for 100 KB of tokens, lz4 (at the level that aiokafka uses) 7 ms."""
     linger_ms: int = Field(default=5, ge=0)
     buffer_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     """Bytes of encoded groups that wait for their acknowledgement; beyond that, `send` waits."""
@@ -97,8 +98,6 @@ class WorkerSettings(_Section):
     """Torch threads of a rank; 0: all cores."""
     work_dir: Path = Path(".headrace/worker")
     """Local files of a step before they are stored."""
-    keep_versions: int = Field(default=0, ge=0)
-    """Weights and snapshots of older versions that are kept; 0: all."""
 
 
 class BaseModelEntry(_Section):
@@ -147,3 +146,11 @@ class Settings(BaseSettings):
     def topic_names(self) -> Topics:
         """Full topic names under the prefix."""
         return Topics(prefix=self.topics.prefix)
+
+    @property
+    def worker_group_id(self) -> str:
+        """Consumer group of the worker group, and stem of its transactional ids: `headrace-default` under the default prefix.
+
+        It carries the topic prefix: the same group name under two prefixes must not fence each other's lanes.
+        """
+        return f"{self.topics.prefix.rstrip('.-_') or 'headrace'}-{self.worker.group}"
