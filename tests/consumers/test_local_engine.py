@@ -263,14 +263,14 @@ def test_a_bad_request_is_refused_with_its_place(tiny_model, requests, max_token
 
 
 def test_a_batch_of_the_demos_size_takes_no_longer_than_its_budget(tiny_model):
-    """60 ms for 64 sequences of 20 tokens is the demo's budget; three times that here, for a machine that does other things too."""
+    """60 ms for 64 sequences of 16 tokens on one thread is the demo's budget; processor time, since the machine does other things too."""
     engine = LocalEngine(tiny_model, seed=1)
     seconds = math.inf
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()
         engine.generate([[7, 8, 9, 10]] * 64, max_tokens=16, stop_token_ids=[])
-        seconds = min(seconds, time.perf_counter() - start)
-    assert seconds < 0.18
+        seconds = min(seconds, time.thread_time() - start)
+    assert seconds < 0.12
 
 
 def test_importing_consumers_brings_no_torch():

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from headrace.core.errors import HeadraceError
 
@@ -85,13 +85,13 @@ class EngineWeights:
         self.kind = "base"
 
     def _load_base(self) -> PreTrainedModel:
-        shown = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()  # it would draw over the agent's own terminal
+        shown = is_progress_bar_enabled()
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # not annotated there. The bar would draw over the agent's terminal
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self._base_path, gguf_file=self._gguf_file, dtype=torch.float32)
         finally:
             if shown:
-                logging.enable_progress_bar()
+                enable_progress_bar()  # type: ignore[no-untyped-call]  # as above
         model.train(mode=False)
         model.requires_grad_(requires_grad=False)
         torch.nn.Module.to(model, self._device)  # past the decorator of `model.to`, whose annotation takes no device
