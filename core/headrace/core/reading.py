@@ -148,6 +148,7 @@ async def _consumer(options: ClientOptions, *, isolation_level: str) -> AsyncIte
         auto_offset_reset="none",  # aiokafka's default jumps to the end
         isolation_level=isolation_level,
         fetch_max_wait_ms=100,
+        retry_backoff_ms=20,  # one wait of this is spent on learning where the partitions are
     )
     try:
         await consumer.start()
