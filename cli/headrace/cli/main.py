@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 
+from headrace.cli import config, models, topics
+from headrace.cli.doctor import doctor
 from headrace.cli.up import up
 from headrace.core.errors import HeadraceError
 
@@ -20,6 +22,10 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(up)
+app.command()(doctor)
+app.add_typer(topics.app, name="topics")
+app.add_typer(models.app, name="models")
+app.add_typer(config.app, name="config")
 
 
 @app.callback()

@@ -11,6 +11,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
+from headrace.core.errors import HeadraceError
 from headrace.schemas.claim import INLINE_LIMIT
 from headrace.schemas.topics import Topics
 
@@ -138,7 +139,7 @@ class Settings(BaseSettings):
         config = os.environ.get("HEADRACE_CONFIG")
         if config:
             if not Path(config).is_file():
-                raise FileNotFoundError(f"HEADRACE_CONFIG names {config!r}, which is no file")
+                raise HeadraceError(f"HEADRACE_CONFIG names {config!r}, which is no file")
             sources += (YamlConfigSettingsSource(settings_cls, yaml_file=config),)
         return sources
 

@@ -1,0 +1,66 @@
+"""The settings of a model from a file and the options of the command line; options win.
+
+Guarantees: what is wrong or unknown is named with its field, and with the file it stands in.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from headrace.core.errors import HeadraceError
+from headrace.schemas.training import ModelSettings
+
+
+class ModelSettingsError(HeadraceError):
+    """Settings that make no model."""
+
+
+def model_settings(file: Path | None, options: dict[str, Any]) -> ModelSettings:
+    """Settings of a model.
+
+    Args:
+        file: JSON or YAML with fields of `ModelSettings`; None: defaults.
+        options: By path, as `batch.groups_per_step`; None is not given.
+
+    Raises:
+        ModelSettingsError: says where and what.
+    """
+    where = str(file) if file else "options"
+    data = _load(file) if file else {}
+    for path, value in options.items():
+        if value is not None:
+            *sections, field = path.split(".")
+            inner = data
+            for section in sections:
+                inner = inner.setdefault(section, {})
+                if not isinstance(inner, dict):
+                    raise ModelSettingsError(f"{where}: {section} must be an object")
+            inner[field] = value
+    try:
+        settings = ModelSettings.model_validate(data)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors(include_url=False))
+        raise ModelSettingsError(f"{where}: {faults}") from error
+    if unknown := list(_unknown(settings)):
+        raise ModelSettingsError(f"{where}: unknown fields {', '.join(unknown)}")
+    return settings
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ModelSettingsError(f"{file} can't be read as JSON or YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ModelSettingsError(f"{file}: an object is needed, as in {{base_model: tiny}}")
+    return data
+
+
+def _unknown(model: BaseModel, path: str = "") -> Iterator[str]:
+    yield from (path + name for name in model.model_extra or ())
+    for name in type(model).model_fields:
+        if isinstance(inner := getattr(model, name), BaseModel):
+            yield from _unknown(inner, f"{path}{name}.")

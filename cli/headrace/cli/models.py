@@ -1,0 +1,156 @@
+"""`headrace models create|list|show|delete`."""
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from headrace.core.model_views import ModelView
+    from headrace.core.settings import Settings
+
+app = typer.Typer(help="Models: created and deleted by command, trained by the worker of their group.", no_args_is_help=True)
+
+Project = Annotated[str, typer.Option("--project", "-p", help="Project of the model.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until a worker has taken it up.")]
+Seconds = Annotated[float, typer.Option("--timeout", min=0, help="Seconds that --wait waits at most.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Id, or name in the project.")]
+
+
+@app.command()
+def create(  # noqa: PLR0917 - typer passes them by name
+    name: Annotated[str, typer.Argument(help="Name, unique in the project.")],
+    base_model: Annotated[str | None, typer.Option(help="Name in the catalogue (base_models in the settings).")] = None,
+    project: Project = "default",
+    full: Annotated[bool | None, typer.Option("--full/--lora", help="Train all parameters, or a LoRA adapter (default).")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapter.")] = None,
+    groups_per_step: Annotated[int | None, typer.Option(help="Groups that make a batch of the stream.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Adam's rate.")] = None,
+    max_policy_lag: Annotated[int | None, typer.Option(help="Refuse groups sampled more versions ago.")] = None,
+    max_sequence_tokens: Annotated[int | None, typer.Option(help="Refuse longer trajectories.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the model.")] = None,
+    settings: Annotated[Path | None, typer.Option(help="JSON or YAML file with all settings; options win over it.")] = None,
+    wait: Wait = False,
+    timeout: Seconds = 120,
+    as_json: AsJson = False,
+) -> None:
+    """Create a model and print its id. A model that lives already with the same settings is left as it is."""
+    from headrace.cli.model_settings import model_settings  # noqa: PLC0415  (`headrace --help` does not wait for it)
+    from headrace.core import models  # noqa: PLC0415
+    from headrace.core.settings import Settings  # noqa: PLC0415
+
+    wanted = model_settings(
+        settings,
+        {
+            "base_model": base_model,
+            "adaptation": None if full is None else ("full" if full else "lora"),
+            "lora.r": lora_rank,
+            "batch.groups_per_step": groups_per_step,
+            "train.learning_rate": learning_rate,
+            "max_policy_lag": max_policy_lag,
+            "max_sequence_tokens": max_sequence_tokens,
+            "seed": seed,
+        },
+    )
+
+    async def run() -> "ModelView":
+        view = await models.create_model(process, project=project, name=name, model=wanted)
+        return await models.wait_for_model(process, view, timeout) if wait else view
+
+    process = Settings()
+    view = asyncio.run(run())
+    _print_one(view, as_json) if as_json else typer.echo(view.model_id)
+    if view.status in {"stopped", "diverged"}:
+        typer.echo(f"The model is {view.status}: {view.status_detail}", err=True)
+        raise typer.Exit(1)
+
+
+@app.command("list")
+def list_(
+    project: Annotated[str | None, typer.Option("--project", "-p", help="Only this project.")] = None,
+    account: Annotated[str | None, typer.Option(help="Only this account.")] = None,
+    deleted: Annotated[bool, typer.Option("--deleted", help="Deleted models too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List models, also those that no worker has taken up yet."""
+    import orjson  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    from headrace.core import models  # noqa: PLC0415
+    from headrace.core.settings import Settings  # noqa: PLC0415
+
+    views = asyncio.run(models.list_models(Settings(), account=account, project=project, deleted=deleted))
+    if as_json:
+        typer.echo(orjson.dumps([_as_dict(view) for view in views]))
+        return
+    table = Table("project", "name", "id", "base model", "trained", "status", "version", "groups", box=None, header_style="bold")
+    for view in views:
+        version, groups = (view.state.policy_version, view.state.groups_trained) if view.state else (0, 0)
+        trained, base = view.settings.adaptation, view.settings.base_model
+        table.add_row(view.project, view.name, view.model_id, base, trained, view.status, str(version), str(groups))
+    Console(soft_wrap=True, markup=False).print(table)
+
+
+@app.command()
+def show(model: Model, project: Project = "default", as_json: AsJson = False) -> None:
+    """Show a model: its state as its owner wrote it last, and its settings."""
+    from headrace.core import models  # noqa: PLC0415
+    from headrace.core.settings import Settings  # noqa: PLC0415
+
+    process = Settings()
+    _print_one(asyncio.run(models.get_model(process, _id(process, project, model))), as_json)
+
+
+@app.command()
+def delete(model: Model, project: Project = "default", wait: Wait = False, timeout: Seconds = 120) -> None:
+    """Delete a model: from then on its groups are refused. Its weights and its history stay."""
+    from headrace.core import models  # noqa: PLC0415
+    from headrace.core.settings import Settings  # noqa: PLC0415
+
+    async def run() -> "ModelView":
+        view = await models.delete_model(process, _id(process, project, model))
+        return await models.wait_for_model(process, view, timeout) if wait else view
+
+    process = Settings()
+    view = asyncio.run(run())
+    typer.echo(f"{view.model_id} {view.status}")
+
+
+def _id(process: "Settings", project: str, model: str) -> str:
+    """The id as it is, or that of the name."""
+    import uuid  # noqa: PLC0415
+
+    from headrace.core.models import model_id_of  # noqa: PLC0415
+
+    try:
+        return str(uuid.UUID(model))
+    except ValueError:
+        return model_id_of(process.account, project, model)
+
+
+def _as_dict(view: "ModelView") -> dict[str, Any]:
+    return {
+        "id": view.model_id,
+        "account": view.account,
+        "project": view.project,
+        "name": view.name,
+        "status": view.status,
+        "status_detail": view.status_detail,
+        "worker_group": view.worker_group,
+        "created_at": view.created_at,
+        "policy_version": view.state.policy_version if view.state else 0,
+        "settings": view.settings.model_dump(mode="json"),
+        "state": view.state.model_dump(mode="json", exclude={"settings"}) if view.state else None,
+    }
+
+
+def _print_one(view: "ModelView", as_json: bool) -> None:
+    import orjson  # noqa: PLC0415
+    import yaml  # noqa: PLC0415
+
+    text = orjson.dumps(_as_dict(view))
+    # Through JSON, so that times and numbers read the same in both.
+    typer.echo(text if as_json else yaml.safe_dump(orjson.loads(text), sort_keys=False, allow_unicode=True).rstrip())

@@ -1,0 +1,150 @@
+"""`headrace topics` and `headrace models` against the real broker."""
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from headrace.core.kafka import client_options
+from headrace.core.lanes import lane_of
+from headrace.core.models import model_id_of
+from headrace.core.settings import KafkaSettings
+from headrace.schemas.envelope import seal
+from headrace.schemas.state import LaneState, ModelState
+from headrace.schemas.training import ModelSettings
+
+Headrace = Callable[..., Any]
+LANES = 2
+
+
+@pytest.fixture
+def cli(headrace: Headrace, kafka: str, topic_prefix: str) -> Headrace:
+    """With topics, and a catalogue of two base models."""
+    catalogue = {"tiny": {"path": "/m/tiny"}, "big": {"path": "/m/big", "trainable": ["lora"]}}
+    applied = headrace(
+        "topics",
+        "apply",
+        HEADRACE_KAFKA__BOOTSTRAP_SERVERS=kafka,
+        HEADRACE_TOPICS__PREFIX=topic_prefix,
+        HEADRACE_TOPICS__PARTITIONS=str(LANES),
+        HEADRACE_BASE_MODELS=orjson.dumps(catalogue).decode(),
+    )
+    assert applied.code == 0, applied.err
+    return headrace
+
+
+def test_topics_are_shown_as_missing_created_and_then_equal(headrace: Headrace, kafka: str, topic_prefix: str) -> None:
+    environment = {"HEADRACE_KAFKA__BOOTSTRAP_SERVERS": kafka, "HEADRACE_TOPICS__PREFIX": topic_prefix}
+    before = headrace("topics", "show", **environment)
+    assert before.code == 1
+    assert before.out.count("missing") == 9
+    applied = headrace("topics", "apply", "--json")
+    assert {(topic["state"], topic["wanted_partitions"]) for topic in applied.json} == {("created", 12)}
+    after = headrace("topics", "show", "--json")
+    assert after.code == 0
+    assert {(topic["state"], topic["partitions"]) for topic in after.json} == {("equal", 12)}
+    assert headrace("topics", "apply").out.count("unchanged") == 9
+
+
+def test_another_partition_count_ends_with_one_line_that_says_what_to_do(cli: Headrace) -> None:
+    ran = cli("topics", "apply", HEADRACE_TOPICS__PARTITIONS="7")
+    assert ran.code == 1
+    assert ran.err.startswith("error: topics.partitions is 7, but ")
+    assert ran.err.count("\n") == 1
+    shown = cli("topics", "show")
+    assert shown.code == 1
+    assert "partitions: 2 → 7 (topics.partitions)" in shown.out
+
+
+def test_without_a_broker_every_command_says_what_to_set(headrace: Headrace) -> None:
+    for command in (("topics", "show"), ("topics", "apply"), ("models", "list"), ("models", "show", "m")):
+        ran = headrace(*command)
+        assert ran.code == 1
+        assert "set HEADRACE_KAFKA__BOOTSTRAP_SERVERS" in ran.err
+
+
+def test_a_created_model_is_listed_shown_and_deleted(cli: Headrace) -> None:
+    created = cli("models", "create", "solver", "--base-model", "tiny", "--project", "maze", "--groups-per-step", "4", "--full")
+    model_id = model_id_of("default", "maze", "solver")
+    assert (created.code, created.out.strip()) == (0, model_id)
+    table = cli("models", "list").out
+    assert all(word in table for word in ("maze", "solver", model_id, "tiny", "full", "creating"))
+    (listed,) = cli("models", "list", "--json").json
+    assert (listed["id"], listed["status"], listed["settings"]["batch"]["groups_per_step"]) == (model_id, "creating", 4)
+    by_name, by_id = cli("models", "show", "solver", "-p", "maze", "--json").json, cli("models", "show", model_id, "--json").json
+    assert by_name == by_id == listed
+    assert "groups_per_step: 4" in cli("models", "show", model_id).out
+    assert cli("models", "delete", "solver", "-p", "maze").out == f"{model_id} deleting\n"
+    assert cli("models", "list", "--project", "other", "--json").json == []
+
+
+def test_settings_come_from_a_file_and_options_win(cli: Headrace, tmp_path: Path) -> None:
+    file = tmp_path / "model.yaml"
+    file.write_text("base_model: big\nseed: 3\nlora: {r: 4}\nbatch: {groups_per_step: 2}\ntrain: {epsilon: 0.3}\n")
+    created = cli(
+        "models", "create", "m", "--settings", str(file), "--learning-rate", "0.001", "--seed", "9", "--max-policy-lag", "2", "--json"
+    )
+    settings = ModelSettings.model_validate(created.json["settings"])
+    assert (settings.base_model, settings.seed, settings.lora.r, settings.batch.groups_per_step) == ("big", 9, 4, 2)
+    assert (settings.train.epsilon, settings.train.learning_rate, settings.max_policy_lag) == (0.3, 0.001, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("base_model: tiny\nbatch: {groups_per_step: 0}", "model.yaml: batch.groups_per_step: Input should be greater than or equal to 1"),
+        ("base_model: tiny\nbatch: {groups_per_stepp: 2}\nsed: 1", "model.yaml: unknown fields sed, batch.groups_per_stepp"),
+        ("seed: 1", "model.yaml: base_model: Field required"),
+        ("[1, 2]", "model.yaml: an object is needed"),
+        ("{a: ", "model.yaml can't be read as JSON or YAML"),
+        ("base_model: huge", "base_model: 'huge' is not in the catalogue; there are big, tiny"),
+        ("base_model: big\nadaptation: full", "adaptation: 'big' can be trained as lora, not full"),
+    ],
+)
+def test_wrong_settings_are_named_with_their_field(cli: Headrace, tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "model.yaml").write_text(content)
+    ran = cli("models", "create", "m", "--settings", "model.yaml")
+    assert ran.code == 1
+    assert ran.err.startswith("error: ")
+    assert message in ran.err.replace("\n", " ")
+    assert cli("models", "list", "--json").json == []
+
+
+def test_wait_ends_when_the_owner_has_written_the_models_state(cli: Headrace, kafka: str, topic_prefix: str) -> None:
+    model_id = model_id_of("default", "default", "m")
+
+    async def own() -> None:
+        """What a worker writes when it has read the command."""
+        lane, name = lane_of(model_id, LANES), {"account": "default", "project": "default", "name": "m", "worker_group": "default"}
+        state = ModelState(model_id=model_id, incarnation=str(uuid.uuid4()), settings=ModelSettings(base_model="tiny"), scanned=0, **name)
+        producer = AIOKafkaProducer(**client_options(KafkaSettings(bootstrap_servers=kafka), "test"))
+        await producer.start()
+        for key, record in ((model_id, state), (f"lane:{lane}", LaneState(lane=lane, commands_through=10, partitions=LANES))):
+            value, headers = seal(record, source="test")
+            await producer.send_and_wait(topic_prefix + "models", value, key=key.encode(), partition=lane, headers=headers)
+        await producer.stop()
+
+    owner = threading.Timer(0.5, lambda: asyncio.run(own()))
+    owner.start()
+    created = cli("models", "create", "m", "--base-model", "tiny", "--wait", "--json")
+    owner.join()
+    assert created.code == 0
+    assert (created.json["status"], created.json["state"]["model_id"]) == ("active", model_id)
+
+
+def test_wait_without_a_worker_gives_up_and_says_so(cli: Headrace) -> None:
+    ran = cli("models", "create", "m", "--base-model", "tiny", "--wait", "--timeout", "0.3")
+    assert ran.code == 1
+    assert "no worker has taken up m" in ran.err
+
+
+def test_an_unknown_model_is_an_error(cli: Headrace) -> None:
+    ran = cli("models", "show", "nobody")
+    assert ran.code == 1
+    assert "there is no model" in ran.err
