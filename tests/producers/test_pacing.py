@@ -85,10 +85,14 @@ async def test_nothing_passes_before_the_first_version_is_known_and_versions_do_
 
 async def test_a_slot_whose_rollout_fails_is_given_back():
     gate = PaceGate(0, 1, version=0)
-    with pytest.raises(RuntimeError, match="rollout"):
+
+    async def rollout() -> None:
         async with gate.slot():
             assert gate.free == 0
             raise RuntimeError("rollout")
+
+    with pytest.raises(RuntimeError, match="rollout"):
+        await rollout()
     assert gate.free == 1
     async with gate.slot():
         pass

@@ -16,6 +16,8 @@ from types import FrameType
 Flush = Callable[[], "Future[None]"]
 """Starts a flush on the producer's loop, from any thread."""
 
+_REPEAT_SECONDS = 0.05
+
 
 class _Termination:
     """The one handler of the process, and who wants to be flushed."""
@@ -25,6 +27,7 @@ class _Termination:
         self._previous: Callable[[int, FrameType | None], object] | int | None = None
         self._installed = False
         self._flushed = False
+        self._repeated = threading.Event()
 
     def add(self, flush: Flush, *, replace: bool) -> bool:
         """Register; install the handler where there is none (or in front of one, if asked). False if the host keeps SIGTERM."""
@@ -36,6 +39,7 @@ class _Termination:
                 return False
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
             self._installed, self._flushed = True, False
+            self._repeated.clear()
         self._flushes.append(flush)
         return True
 
@@ -51,10 +55,16 @@ class _Termination:
             signal.signal(signal.SIGTERM, self._previous)
         self._installed = False
 
-    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._flushed or not self._flushes:
+            self._repeated.set()
+            previous = self._previous
             self._restore()
-            os.kill(os.getpid(), signum)
+            # Called, not signalled: a signal from inside its own handler may stay pending while the main thread is in a system call.
+            if callable(previous):
+                previous(signum, frame)
+            else:
+                os.kill(os.getpid(), signum)
             return
         started = [flush() for flush in self._flushes]
         threading.Thread(target=self._wait_and_repeat, args=(started, signum), name="headrace-sigterm", daemon=True).start()
@@ -62,7 +72,10 @@ class _Termination:
     def _wait_and_repeat(self, started: "list[Future[None]]", signum: int) -> None:
         wait(started)
         self._flushed = True
-        os.kill(os.getpid(), signum)  # to the handler above, in the main thread, where handlers may be changed
+        # To the main thread itself, which it wakes from a system call: only there may handlers be changed. Repeated, since a signal
+        # that comes in the moment before a system call does not interrupt it.
+        while not self._repeated.wait(_REPEAT_SECONDS):
+            signal.pthread_kill(threading.main_thread().ident or 0, signum)
 
 
 termination = _Termination()

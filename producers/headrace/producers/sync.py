@@ -105,6 +105,8 @@ class SyncTrajectoryProducer:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
 
     async def _started(self) -> TrajectoryProducer:
         producer = self._make()
@@ -128,8 +130,6 @@ class SyncTrajectoryProducer:
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
 
 
 async def _delivery(submitted: Coroutine[Any, Any, Delivery]) -> tuple[Delivery]:
