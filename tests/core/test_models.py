@@ -5,11 +5,13 @@ import uuid
 from typing import Any
 
 import pytest
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka.admin import RecordsToDelete
 from pydantic import BaseModel
 
 from headrace.core.kafka import ClientOptions
 from headrace.core.lanes import lane_of
+from headrace.core.model_views import fold
 from headrace.core.models import (
     ModelNotReadyError,
     ModelRefusedError,
@@ -24,6 +26,7 @@ from headrace.core.models import (
 from headrace.core.reading import read_to_end
 from headrace.core.settings import BaseModelEntry, KafkaSettings, Settings, TopicSettings
 from headrace.core.topic_admin import TopicsDifferError, apply
+from headrace.core.topic_metadata import open_admin
 from headrace.schemas.envelope import header_text, seal
 from headrace.schemas.state import LaneState, ModelState
 from headrace.schemas.topics import lane_key
@@ -110,6 +113,26 @@ async def test_the_owners_state_replaces_the_command(settings: Settings, options
     assert (now.status, now.command) == ("active", None)
     assert now.state is not None
     assert now.state.policy_version == 4
+
+
+async def test_a_command_that_its_owner_has_read_is_not_folded_again(settings: Settings, options: ClientOptions) -> None:
+    view = await create_model(settings, project="maze", name="solver", model=TINY)
+    deletion = await delete_model(settings, view.model_id)
+    assert deletion.command is not None
+    await as_owner(settings, options, view.model_id, deletion.command[1] + 1)  # the owner refused it, say
+    states, commands = [await read_to_end(options, topic) for topic in (settings.topic_names.models, settings.topic_names.commands)]
+    assert len(commands) == 2
+    assert fold(states, commands)[view.model_id].status == "active"
+
+
+async def test_commands_that_retention_took_do_not_stop_the_reading(settings: Settings, options: ClientOptions) -> None:
+    view = await create_model(settings, project="maze", name="solver", model=TINY)
+    assert view.command is not None
+    await as_owner(settings, options, view.model_id, view.command[1])  # stands before the command, which is deleted now
+    async with open_admin(options) as admin:
+        where = TopicPartition(settings.topic_names.commands, view.command[0])
+        await admin.delete_records({where: RecordsToDelete(before_offset=view.command[1] + 1)})
+    assert (await get_model(settings, view.model_id)).status == "active"
 
 
 async def test_a_deletion_shows_before_and_after_the_owner_has_read_it(settings: Settings, options: ClientOptions) -> None:
