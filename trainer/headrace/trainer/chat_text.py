@@ -1,0 +1,161 @@
+"""Conversations as a model's chat template writes them.
+
+Guarantees: the template runs in transformers' own `ImmutableSandboxedEnvironment` (a template is a program that came with a model: it
+reaches no attribute, file or import); whatever it raises becomes a `ChatTextError` that keeps its message. Tools go in with one order of
+keys, since clients re-order them on the wire and templates print them as JSON. Tool arguments go in as objects, as the serving engines do,
+and as the text they came as where the template can't take objects.
+Gives up: images, sound and files (`ContentError`); template switches (such as `enable_thinking`), which stand at the template's defaults.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace.schemas.chat import Choice, ChoiceMessage, Message, MessageOrChoice, Tool, ToolCall
+
+if TYPE_CHECKING:  # importing transformers takes seconds, also in the process that only hands groups to the tokenizing one
+    from transformers import PreTrainedTokenizerBase
+
+# Letters and digits only, so that no template trims or escapes it.
+_STAND_IN = "headraceassistantturn7f3a91"
+
+
+class ChatTextError(Exception):
+    """The conversation can't be rendered; the message says why."""
+
+
+class ContentError(Exception):
+    """A message holds something else than text; the message says what and where."""
+
+
+class ChatText:
+    """The chat template of one tokenizer.
+
+    Args:
+        tokenizer: Of the base model.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+
+    def prompt(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None) -> list[int]:
+        """Token ids of a conversation up to where the assistant speaks next.
+
+        Raises:
+            ChatTextError: no template, or it raised.
+        """
+        text = self._render([_plain(item) for item in items], tools, add_generation_prompt=True)
+        return [int(token_id) for token_id in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def spoken(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None) -> tuple[list[int], list[bool]]:
+        """Token ids of a conversation that ends with an assistant's turn, and which of them are that turn's own text.
+
+        The turn's text is what stands where the template puts an assistant's content, tool calls included; its end marker is not part of
+        it, since text does not say whether the model ended the turn itself. A token that reaches over the edge of the text is not marked.
+
+        Raises:
+            ChatTextError: no template, it raised, it rewrites the turn, or the tokenizer can't say where its tokens stand.
+        """
+        *before, last = [_plain(item) for item in items]
+        text = self._render([*before, last], tools, add_generation_prompt=False)
+        frame = self._render([*before, {"role": "assistant", "content": _STAND_IN}], tools, add_generation_prompt=False)
+        prefix, found, suffix = frame.partition(_STAND_IN)
+        if not found or not text.startswith(prefix) or not text.endswith(suffix) or len(text) < len(prefix) + len(suffix):
+            raise ChatTextError("the chat template rewrites this assistant turn, so its tokens can't be told from the template's")
+        if not self._tokenizer.is_fast:
+            raise ChatTextError("this tokenizer can't say which characters a token covers (it is not a fast one): send token ids")
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        start, stop = len(prefix), len(text) - len(suffix)
+        own = [first < last and start <= first and last <= stop for first, last in encoded["offset_mapping"]]
+        return [int(token_id) for token_id in encoded["input_ids"]], own
+
+    def _render(self, messages: list[dict[str, Any]], tools: Sequence[Tool] | None, *, add_generation_prompt: bool) -> str:
+        if self._tokenizer.chat_template is None:
+            raise ChatTextError("the base model has no chat template: send each choice's prompt_token_ids and token_ids")
+
+        def attempt(conversation: list[dict[str, Any]]) -> str:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    conversation,
+                    tools=[canonical_tool(tool) for tool in tools] if tools else None,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+            )
+
+        with_objects = [_with_argument_objects(message) for message in messages]
+        try:
+            return attempt(with_objects)
+        except Exception as error:  # noqa: BLE001 - a template is a program of its own: it raises what it likes
+            problem = error
+        if with_objects != messages:
+            try:
+                return attempt(messages)
+            except Exception as error:  # noqa: BLE001 - as above
+                problem = error
+        raise ChatTextError(f"the chat template can't render this conversation: {type(problem).__name__}: {problem}") from problem
+
+
+def canonical_tool(tool: Tool) -> dict[str, Any]:
+    """A tool with its keys in the order type, function{name, description, parameters, strict}; what is null is left out."""
+    function = {
+        "name": tool.function.name,
+        "description": tool.function.description,
+        "parameters": tool.function.parameters,
+        "strict": tool.function.strict,
+    }
+    return {"type": tool.type, "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def check_text_only(items: Sequence[MessageOrChoice]) -> None:
+    """Refuse what is not text, also where the prompt's token ids are known: placeholders without their image train on nothing.
+
+    Raises:
+        ContentError: naming the item and the kind of its part.
+    """
+    for i, item in enumerate(items):
+        if isinstance(item, Message) and isinstance(item.content, list):
+            for part in item.content:
+                if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    kind = part.get("type", "unknown")
+                    raise ContentError(f"messages_and_choices[{i}].content holds a part of type {kind!r}: only text is trained on")
+
+
+def _plain(item: MessageOrChoice) -> dict[str, Any]:
+    """A message as templates expect it: content is a string, absent keys are absent."""
+    message: Message | ChoiceMessage = item.message if isinstance(item, Choice) else item
+    content = message.content
+    if isinstance(content, list):
+        # Several text parts become lines, as vLLM joins them for templates that take strings.
+        content = "\n".join(part["text"] for part in content)
+    plain: dict[str, Any] = {"role": message.role, "content": content or message.refusal or ""}
+    if message.reasoning_content:
+        plain["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+    if isinstance(message, Message):
+        plain |= {key: value for key, value in (("name", message.name), ("tool_call_id", message.tool_call_id)) if value is not None}
+    return plain
+
+
+def _plain_call(call: ToolCall) -> dict[str, Any]:
+    plain: dict[str, Any] = {"type": call.type, "function": {"name": call.function.name, "arguments": call.function.arguments}}
+    return plain if call.id is None else {"id": call.id, **plain}
+
+
+def _with_argument_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its tool calls decoded, where they are the JSON of an object."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            try:
+                decoded = json.loads(arguments)
+            except ValueError:
+                decoded = None
+            if isinstance(decoded, dict):
+                arguments = decoded
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}

@@ -1,0 +1,71 @@
+"""Weights as others load them: a whole Hugging Face folder, or a peft adapter. Safetensors, never pickle.
+
+Guarantees: `full` is itself a base-model folder (config, tokenizer, model.safetensors with tied weights once); `lora` is what
+`PeftModel.from_pretrained` and vLLM read. The small files are made once a model, so that a step writes tensors only.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+
+from headrace.trainer.plan import BaseSource
+
+WeightsFormat = Literal["full", "lora"]
+
+
+class WeightsWriter:
+    """Writes the weights of one loaded model.
+
+    Args:
+        model: The model, adapted.
+        base: Where its tokenizer is.
+        adaptation: `full` or `lora`.
+    """
+
+    def __init__(self, model: Any, base: BaseSource, adaptation: WeightsFormat) -> None:  # noqa: ANN401 - a transformers model, untyped
+        self._model = model
+        self.format: WeightsFormat = adaptation
+        with tempfile.TemporaryDirectory() as folder:
+            if adaptation == "lora":
+                model.peft_config["default"].save_pretrained(folder)
+            else:
+                model.config.save_pretrained(folder)
+                if model.can_generate() and model.generation_config is not None:
+                    model.generation_config.save_pretrained(folder)
+                _save_tokenizer(base, folder)
+            self._files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+    def write(self, folder: Path) -> None:
+        """Write all files into an existing folder."""
+        for name, content in self._files.items():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        name = "adapter_model.safetensors" if self.format == "lora" else "model.safetensors"
+        save_file(self._tensors(), folder / name, metadata={"format": "pt"})
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        if self.format == "lora":
+            from peft import get_peft_model_state_dict  # noqa: PLC0415 - takes seconds
+
+            found = get_peft_model_state_dict(self._model)
+        else:
+            found = self._model.state_dict()
+            for tied in getattr(self._model, "_tied_weights_keys", None) or ():
+                # The loader ties them again; safetensors refuses shared memory.
+                if self._model.get_output_embeddings().weight is self._model.get_input_embeddings().weight:
+                    found.pop(tied, None)
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(found.items())}
+
+
+def _save_tokenizer(base: BaseSource, folder: str) -> None:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(base.path, gguf_file=base.gguf_file, local_files_only=True)
+    except (OSError, ValueError):
+        return  # a base model without a tokenizer: its agents bring token ids
+    tokenizer.save_pretrained(folder)
