@@ -10,6 +10,7 @@ Shapes: B transcripts, T tokens.
 """
 
 import random
+import sys
 from pathlib import Path
 
 from headrace.demo.vault import ANSWER, CALL, END, KEYS, QUESTION, SECRETS
@@ -46,6 +47,7 @@ def build_base_model(folder: Path, seed: int) -> None:
     import torch  # noqa: PLC0415 - the command line must start without torch
     from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
 
+    torch.set_num_threads(1)  # its matrices are too small for more
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(WORDS),
@@ -76,3 +78,7 @@ def build_base_model(folder: Path, seed: int) -> None:
         optimizer.step()
     model.save_pretrained(folder)
     save_tokenizer(folder)
+
+
+if __name__ == "__main__":
+    build_base_model(Path(sys.argv[1]), int(sys.argv[2]))

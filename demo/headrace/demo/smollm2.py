@@ -64,7 +64,8 @@ def convert() -> None:
             made = Path(aside) / FOLDER_NAME
             read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_NAME, dtype=torch.float32)
             # The model that was read still calls itself quantized and would not be saved; its tensors are float32 already.
-            plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, gguf_file=GGUF_NAME), dtype=torch.float32)
+            config = AutoConfig.from_pretrained(folder, gguf_file=GGUF_NAME)
+            plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]  # not typed there
             plain.load_state_dict(read.state_dict())
             plain.save_pretrained(made)
             AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_NAME).save_pretrained(made)

@@ -12,7 +12,7 @@ from typing import Protocol
 from headrace.consumers.generation import Generation
 from headrace.consumers.local_engine import LocalEngine
 from headrace.demo import arithmetic, vault
-from headrace.schemas.chat import Choice, ChoiceMessage, Message, MessageOrChoice, Tool, ToolCall, ToolCallFunction
+from headrace.schemas.chat import ChoiceMessage, Message, MessageOrChoice, Tool, ToolCall, ToolCallFunction
 from headrace.schemas.codec import SampledGroup
 from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
 from headrace.schemas.turns import SampledTokens
@@ -87,8 +87,7 @@ class ArithmeticTask:
 
 def _words(engine: LocalEngine, turn: Generation) -> Sequence[str]:
     """The turn's tokens as they are, special ones too: a role marker inside a turn is no well-formed turn."""
-    words: list[str] = engine.tokenizer.convert_ids_to_tokens(turn.token_ids)
-    return words
+    return list(engine.tokenizer.convert_ids_to_tokens(turn.token_ids))
 
 
 def _tool_call(key: str) -> ChoiceMessage:
@@ -112,15 +111,3 @@ def _grouped(runs: list[_Rollout], rollouts: int, tools: list[Tool] | None) -> l
         ]
         groups.append(SampledGroup(group=TrajectoryGroup(trajectories=trajectories), turns=tuple(t for run in members for t in run.turns)))
     return groups
-
-
-def said(choice: Choice) -> str:
-    """What a choice says, for people."""
-    calls = choice.message.tool_calls or []
-    return " ".join([*(f"{c.function.name}({_arguments(c.function)})" for c in calls), choice.message.content or ""]).strip()
-
-
-def _arguments(function: ToolCallFunction) -> str:
-    if isinstance(function.arguments, str):
-        return function.arguments
-    return ", ".join(str(value) for value in function.arguments.values())

@@ -33,7 +33,7 @@ def save_tokenizer(folder: Path) -> None:
 
     tokenizer = Tokenizer(models.WordLevel(IDS, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers' constructor has no types
         tokenizer_object=tokenizer,
         pad_token=PAD,
         unk_token=UNKNOWN,
