@@ -54,8 +54,10 @@ def check_id(name: str, value: str | None) -> str:
         raise InvalidGroupError(name, "missing: give it to the call or to the producer" if name == "model_id" else "empty")
     if len(value) > _MAX_ID:
         raise InvalidGroupError(name, f"{len(value)} characters, at most {_MAX_ID} are allowed")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise InvalidGroupError(name, "holds a lone surrogate, which is no Unicode text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidGroupError(name, "holds a lone surrogate, which is no Unicode text") from None
     if name == "model_id" and value.startswith("lane:"):
         raise InvalidGroupError(name, "starts with 'lane:', which is reserved for the keys of lanes")
     return value
@@ -77,19 +79,21 @@ def encode(group: TrajectoryGroup | SampledGroup, encoding: str) -> tuple[bytes,
 
 
 def weigh(group: TrajectoryGroup | SampledGroup) -> int:
-    """About how many bytes the encoded group will have, without encoding it: what the buffer reserves first."""
-    inner = group.group if isinstance(group, SampledGroup) else group
+    """About how many bytes the encoded group will have, without encoding it: what the buffer reserves first.
+
+    For prepared arrays by tokens alone, which are most of it; the buffer is told the size as soon as it is known.
+    """
+    if isinstance(group, SampledGroup):
+        return 4096 + sum(12 * len(turn) for turn in group.turns if turn is not None)
     weight = 512
-    for trajectory in inner.trajectories:
+    for trajectory in group.trajectories:
         weight += 512 + sum(map(len, trajectory.logs))
         for items, _tools in trajectory.histories():
             for item in items:
                 weight += 256 + _text_of(item.message.content if isinstance(item, Choice) else item.content)
-                if isinstance(item, Choice) and isinstance(group, TrajectoryGroup):
+                if isinstance(item, Choice):
                     entries = item.logprobs and (item.logprobs.content or item.logprobs.refusal)
                     weight += 12 * len(item.token_ids or entries or ())
-    if isinstance(group, SampledGroup):
-        weight += sum(12 * len(turn) for turn in group.turns if turn is not None)
     return weight
 
 

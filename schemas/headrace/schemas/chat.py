@@ -111,7 +111,10 @@ def is_choice(item: Any) -> bool:  # noqa: ANN401 - called on raw JSON and on mo
     return isinstance(item, dict) and "finish_reason" in item and "role" not in item
 
 
-MessageOrChoice = Annotated[
-    Annotated[Choice, Tag("choice")] | Annotated[Message, Tag("message")],
-    Discriminator(lambda item: "choice" if is_choice(item) else "message"),
-]
+def _tag(item: Any) -> str:  # noqa: ANN401 - as is_choice
+    # Pydantic asks for every item of every group, also when it writes: models first.
+    kind = type(item)
+    return "choice" if kind is Choice or (kind is not Message and is_choice(item)) else "message"
+
+
+MessageOrChoice = Annotated[Annotated[Choice, Tag("choice")] | Annotated[Message, Tag("message")], Discriminator(_tag)]

@@ -97,24 +97,18 @@ def encode_safetensors(group: SampledGroup) -> bytes:
         choice["token_span"] = (start, start + len(turn))
         start += len(turn)
     turns = [turn for turn in group.turns if turn is not None]
-    parts = {
-        "token_ids": ("I32", b"".join(turn.token_ids for turn in turns)),
-        "logprobs": ("F32", b"".join(turn.logprobs for turn in turns)),
-    }
+    arrays: list[tuple[str, str, list[Any]]]
+    arrays = [("token_ids", "I32", [turn.token_ids for turn in turns]), ("logprobs", "F32", [turn.logprobs for turn in turns])]
     if any(turn.policy_versions is not None for turn in turns):
         unknown = array("i", [-1])
-        parts["policy_versions"] = (
-            "I32",
-            b"".join((unknown * len(turn)).tobytes() if turn.policy_versions is None else turn.policy_versions for turn in turns),
-        )
+        versions = [memoryview(unknown * len(turn)) if turn.policy_versions is None else turn.policy_versions for turn in turns]
+        arrays.append(("policy_versions", "I32", versions))
     header: dict[str, Any] = {"__metadata__": {"group": write_json(raw).decode()}}
-    offset = 0
-    for name, (dtype, data) in parts.items():
-        header[name] = {"dtype": dtype, "shape": [start], "data_offsets": [offset, offset + len(data)]}
-        offset += len(data)
+    for i, (name, dtype, _views) in enumerate(arrays):
+        header[name] = {"dtype": dtype, "shape": [start], "data_offsets": [4 * start * i, 4 * start * (i + 1)]}
     text = write_json(header)
     text += b" " * (-len(text) % 8)  # readers map the arrays: keep them aligned
-    return b"".join([struct.pack("<Q", len(text)), text, *(data for _dtype, data in parts.values())])
+    return b"".join([struct.pack("<Q", len(text)), text, *(view for _name, _dtype, views in arrays for view in views)])
 
 
 def _dump(group: SampledGroup) -> dict[str, Any]:

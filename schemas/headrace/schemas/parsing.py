@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from headrace.schemas.base import non_finite_paths
+from headrace.schemas.base import all_finite, non_finite_paths
 from headrace.schemas.errors import CodecError
 from headrace.schemas.reasons import DeadLetterReason as Reason
 
@@ -51,6 +51,8 @@ def check_finite(value: Any) -> None:  # noqa: ANN401 - any JSON value, or a mod
     Raises:
         CodecError: `not_finite`, with the path of the first.
     """
+    if all_finite(value):
+        return
     for path in non_finite_paths(value):
         raise CodecError(Reason.NOT_FINITE, path, "NaN or infinity is not a value; use None for a missing log-probability")
 

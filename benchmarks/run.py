@@ -1,0 +1,57 @@
+"""Run the benchmarks, print the ratios, write benchmarks/RESULTS.md.
+
+Ratios are of two sides measured in turns in one run; they are printed, not asserted: machines differ.
+Usage: `make bench`, or `python benchmarks/run.py [codec] [produce] [--rounds N]`.
+"""
+
+import argparse
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import codec, produce  # noqa: E402 - a script has its own folder on the path, not the repository's
+
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+BENCHMARKS = {"codec": codec.run, "produce": produce.run}
+
+
+def machine() -> str:
+    """What the numbers depend on."""
+    model = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
+    packages = ", ".join(f"{name} {version(name)}" for name in ("aiokafka", "cramjam", "orjson", "pydantic"))
+    return f"{model or platform.machine()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, {packages}"
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def main() -> None:
+    """Run what the command line names; everything unless it names something."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all unless given")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - set(BENCHMARKS)
+    if unknown:
+        parser.error(f"no benchmark named {', '.join(sorted(unknown))}: there are {', '.join(BENCHMARKS)}")
+    results = []
+    for name in arguments.names or BENCHMARKS:
+        for comparison in BENCHMARKS[name](arguments.rounds):
+            print(comparison.line(), flush=True)
+            results.append(comparison)
+    if not arguments.names:
+        head = f"# Benchmark results\n\nMade by `make bench`, {datetime.now(UTC):%Y-%m-%d}, on {machine()}.\n\n"
+        RESULTS.write_text(head + "\n".join(comparison.markdown() for comparison in results))
+        print(f"written: {RESULTS.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
