@@ -11,8 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from headrace.cli import config, models, topics
+from headrace.cli.demo import demo
+from headrace.cli.docs import docs
 from headrace.cli.doctor import doctor
 from headrace.cli.up import up
+from headrace.cli.worker import worker
 from headrace.core.errors import HeadraceError
 
 app = typer.Typer(
@@ -22,10 +25,13 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(up)
+app.add_typer(docs, name="docs")
 app.command()(doctor)
 app.add_typer(topics.app, name="topics")
 app.add_typer(models.app, name="models")
 app.add_typer(config.app, name="config")
+app.command()(worker)
+app.command()(demo)
 
 
 @app.callback()

@@ -1,0 +1,50 @@
+"""`headrace docs`: documents that are generated from the code and checked in, and the check that they are up to date.
+
+Exit codes: 0 written or up to date, 1 with `--check` when files differ (each is named).
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+docs = typer.Typer(help="Generate the AsyncAPI document and the JSON Schemas.", no_args_is_help=True)
+
+_Check = Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 and name the files that differ.")]
+
+
+@docs.command()
+def asyncapi(out: Annotated[Path, typer.Option(help="The YAML file.")] = Path("schemas/asyncapi.yaml"), check: _Check = False) -> None:
+    """Every topic with its key, messages and operations, as AsyncAPI 3.0."""
+    from headrace.consumers.asyncapi import asyncapi_yaml  # noqa: PLC0415 - `headrace --help` stays fast
+
+    _settle({out: asyncapi_yaml()}, stale=[], check=check)
+
+
+@docs.command()
+def jsonschema(out: Annotated[Path, typer.Option(help="The folder.")] = Path("schemas/json"), check: _Check = False) -> None:
+    """One JSON Schema a record; files of records that are gone are removed."""
+    from headrace.schemas.json_schema import json_schema_files  # noqa: PLC0415 - `headrace --help` stays fast
+
+    files = {out / name: content for name, content in json_schema_files().items()}
+    _settle(files, stale=sorted(set(out.glob("*.json")) - files.keys()), check=check)
+
+
+def _settle(files: dict[Path, str], *, stale: list[Path], check: bool) -> None:
+    """Make the files what they should be, or say which are not."""
+    differing = [path for path, content in files.items() if not path.is_file() or path.read_bytes() != content.encode()]
+    if check:
+        for path in differing:
+            typer.echo(f"{path}: {'differs' if path.exists() else 'missing'}", err=True)
+        for path in stale:
+            typer.echo(f"{path}: no such record any more", err=True)
+        if differing or stale:
+            typer.echo("Run `make docs` and commit the result.", err=True)
+            raise typer.Exit(1)
+        return
+    for path in differing:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(files[path].encode())
+    for path in stale:
+        path.unlink()
+    typer.echo(f"{len(files)} generated, {len(differing)} changed, {len(stale)} removed")

@@ -1,0 +1,68 @@
+"""What the lane asks of the tokenizing process, and what it answers. Types only: importing them imports no tokenizer."""
+
+from dataclasses import dataclass
+
+from headrace.schemas.errors import CodecError
+from headrace.schemas.jobs import TrainingJob
+from headrace.schemas.reasons import DeadLetterReason, RejectionReason
+from headrace.schemas.training import TrainConfig
+from headrace.trainer.groups import TokenizedGroup
+from headrace.trainer.plan import BaseSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionRequest:
+    """A record of `trajectory-groups`, and how its model wants it tokenized."""
+
+    value: bytes | None
+    headers: dict[str, str]
+    fallback_id: str
+    """`<partition>-<offset>`: the group's id where its producer gave none."""
+    base: BaseSource | None
+    """None: the model does not train; the group is only read."""
+    config: TrainConfig
+    max_tokens: int
+    refuse_zero_variance: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """Ready to train, as far as the record itself tells."""
+
+    group: TokenizedGroup
+    job_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Read, and refused."""
+
+    group_id: str
+    job_id: str | None
+    reason: RejectionReason
+    detail: str
+    trajectory: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotTokenized:
+    """Read for a model that does not train: the lane says why it is refused."""
+
+    group_id: str
+    job_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A dead letter."""
+
+    reason: DeadLetterReason
+    path: str
+    detail: str
+
+    def error(self) -> CodecError:
+        """As the error that it was."""
+        return CodecError(self.reason, self.path, self.detail)
+
+
+AdmissionResult = Admitted | Refused | NotTokenized | Unreadable | TrainingJob

@@ -1,0 +1,88 @@
+"""Decoding and tokenizing, in a process of its own: nothing that a record holds can stall or kill the event loop.
+
+Guarantees: one answer for each request, in order; bytes that crash the process cost that process and are refused alone, the records around
+them are admitted. Gives up: parallelism beyond one process; admission keeps the log's order.
+"""
+
+import asyncio
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+from headrace.consumers.admission import AdmissionRequest, AdmissionResult, Refused
+from headrace.core.settings import Settings
+from headrace.schemas.reasons import RejectionReason
+
+
+class AdmissionPool:
+    """The tokenizing process.
+
+    Args:
+        settings: Where payloads are.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._executor = self._start()
+        self._lock = asyncio.Lock()
+
+    def _start(self) -> ProcessPoolExecutor:
+        # spawn: the parent runs an event loop and gRPC-like threads, which a fork would copy in the middle of something.
+        context = multiprocessing.get_context("spawn")
+        executor = ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_prepare, initargs=(self._settings,))
+        executor.submit(int)  # starts the process now: its imports overlap with the worker's own start
+        return executor
+
+    async def admit(self, requests: Sequence[AdmissionRequest]) -> list[AdmissionResult]:
+        """Answers in the order of the requests.
+
+        Raises:
+            HeadraceError: the object store can't be reached; nothing was decided, ask again.
+        """
+        if not requests:
+            return []
+        async with self._lock:
+            try:
+                return await self._run(requests)
+            except BrokenProcessPool:
+                self._restart()
+            return [await self._alone(request) for request in requests]
+
+    async def _run(self, requests: Sequence[AdmissionRequest]) -> list[AdmissionResult]:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, _admit_all, list(requests))
+
+    async def _alone(self, request: AdmissionRequest) -> AdmissionResult:
+        try:
+            return (await self._run([request]))[0]
+        except BrokenProcessPool:
+            self._restart()
+            return Refused(
+                group_id=request.fallback_id,
+                job_id=None,
+                reason=RejectionReason.TOKENIZATION_FAILED,
+                detail="the process that reads and tokenizes groups died on this record",
+            )
+
+    def _restart(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._executor = self._start()
+
+    def close(self) -> None:
+        """End the process."""
+        for process in list((self._executor._processes or {}).values()):
+            process.kill()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+# The tokenizer (transformers: seconds) is imported in the process that uses it, and nowhere else.
+def _prepare(settings: Settings) -> None:
+    from headrace.consumers.admitting import prepare  # noqa: PLC0415 - as said above
+
+    prepare(settings)
+
+
+def _admit_all(requests: list[AdmissionRequest]) -> list[AdmissionResult]:
+    from headrace.consumers.admitting import admit_all  # noqa: PLC0415 - as said above
+
+    return admit_all(requests)

@@ -1,0 +1,141 @@
+"""From a record's bytes to a tokenized group, or to the reason why not. Runs in the tokenizing process.
+
+Guarantees: whatever the bytes are, the answer is `Admitted`, `Refused` (it could be read) or `Unreadable` (it could not); only an
+object store that can't be reached raises. Gives up: what needs the lane's order: duplicates, jobs and policy versions are judged
+by the lane.
+"""
+
+import os
+import signal
+from dataclasses import dataclass
+from functools import cache
+
+from headrace.consumers.admission import (
+    AdmissionRequest,
+    AdmissionResult,
+    Admitted,
+    NotTokenized,
+    Refused,
+    Unreadable,
+)
+from headrace.core.errors import HeadraceError
+from headrace.core.payloads import PayloadDigestError, PayloadMissingError, PayloadUnreadableError, redeem
+from headrace.core.settings import Settings
+from headrace.core.store import ObjectStore, open_store
+from headrace.schemas.claim import GroupClaim
+from headrace.schemas.codec import JSON_TYPE, SampledGroup, decode_group
+from headrace.schemas.envelope import model_of, open_record
+from headrace.schemas.errors import CodecError
+from headrace.schemas.jobs import TrainingJob
+from headrace.schemas.reasons import DeadLetterReason, RejectionReason
+from headrace.schemas.trajectory import TrajectoryGroup
+from headrace.trainer.plan import BaseSource
+from headrace.trainer.tokenize import GroupRefused, GroupTokenizer
+
+GROUP_TOPIC_MODELS = (TrajectoryGroup, GroupClaim, TrainingJob)
+
+
+_settings: Settings | None = None
+
+
+def prepare(settings: Settings) -> None:
+    """Initialise the process: it leaves signals to its parent and stays single-threaded."""
+    global _settings  # noqa: PLW0603 - the one thing that a pool's process is told
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _settings = settings
+
+
+def admit_all(requests: list[AdmissionRequest]) -> list[AdmissionResult]:
+    """Answer each request.
+
+    Raises:
+        HeadraceError: the object store can't be reached.
+    """
+    return [admit(request) for request in requests]
+
+
+def admit(request: AdmissionRequest) -> AdmissionResult:
+    """Read, check and tokenize one record."""
+    seen = _Seen(group_id=request.fallback_id)
+    try:
+        return _admit(request, seen)
+    except CodecError as error:
+        return Unreadable(reason=error.reason, path=error.path, detail=error.detail)
+    except GroupRefused as refusal:
+        return seen.refused(refusal.reason, refusal.detail, refusal.trajectory)
+    except HeadraceError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the last line of defence: one record never takes others down
+        return seen.refused(RejectionReason.TOKENIZATION_FAILED, f"{type(error).__name__}: {error}")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seen:
+    """What was learnt of a group before it failed: its refusal names it."""
+
+    group_id: str
+    job_id: str | None = None
+
+    def take(self, group_id: str | None, job_id: str | None) -> None:
+        self.group_id, self.job_id = group_id or self.group_id, job_id or self.job_id
+
+    def refused(self, reason: RejectionReason, detail: str, trajectory: int | None = None) -> Refused:
+        return Refused(group_id=self.group_id, job_id=self.job_id, reason=reason, detail=detail, trajectory=trajectory)
+
+
+def _admit(request: AdmissionRequest, seen: _Seen) -> AdmissionResult:
+    model = model_of(request.headers, GROUP_TOPIC_MODELS)
+    if model is TrainingJob:
+        return _job(request)
+    if model is GroupClaim:
+        claim = open_record(request.value, request.headers, GROUP_TOPIC_MODELS)
+        assert isinstance(claim, GroupClaim)  # noqa: S101 - narrows the type; model_of said so
+        seen.take(claim.group_id, claim.job_id)
+        sampled = _payload(claim)
+    else:
+        sampled = decode_group(_value(request), request.headers.get("content-type", JSON_TYPE))
+    seen.take(sampled.group.group_id, sampled.group.job_id)
+    if request.base is None:
+        return NotTokenized(group_id=seen.group_id, job_id=seen.job_id)
+    group = _tokenizer(request.base).tokenize(sampled, seen.group_id, request.config, request.max_tokens)
+    if request.refuse_zero_variance and group.zero_variance:
+        reward = group.trajectories[0].reward
+        detail = f"all {len(group.trajectories)} rewards are {reward}: nothing to learn from (batch.zero_variance=refuse)"
+        return seen.refused(RejectionReason.ZERO_VARIANCE, detail)
+    return Admitted(group=group, job_id=seen.job_id)
+
+
+def _job(request: AdmissionRequest) -> TrainingJob:
+    record = open_record(request.value, request.headers, GROUP_TOPIC_MODELS)
+    assert isinstance(record, TrainingJob)  # noqa: S101 - narrows the type; the caller asked model_of
+    return record
+
+
+def _value(request: AdmissionRequest) -> bytes:
+    if request.value is None:
+        raise CodecError(DeadLetterReason.NOT_JSON, "", "the record has no value")
+    return request.value
+
+
+def _payload(claim: GroupClaim) -> SampledGroup:
+    """The group behind a claim. Only a missing payload or a wrong digest refuses; a store that is away raises (rule 13)."""
+    try:
+        return decode_group(redeem(_store(), claim), claim.content_type)
+    except PayloadMissingError as error:
+        raise GroupRefused(RejectionReason.PAYLOAD_MISSING, str(error)) from error
+    except PayloadDigestError as error:
+        raise GroupRefused(RejectionReason.PAYLOAD_DIGEST_MISMATCH, str(error)) from error
+    except (PayloadUnreadableError, CodecError) as error:
+        raise GroupRefused(RejectionReason.PAYLOAD_UNREADABLE, f"{claim.uri}: {error}") from error
+
+
+@cache
+def _store() -> ObjectStore:
+    assert _settings is not None  # noqa: S101 - prepare ran: it is the pool's initializer
+    return open_store(_settings.store.url, _settings.s3)
+
+
+@cache
+def _tokenizer(base: BaseSource) -> GroupTokenizer:
+    return GroupTokenizer(base)

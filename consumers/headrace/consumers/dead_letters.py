@@ -1,0 +1,41 @@
+"""Dead letters: the original record with its bytes untouched, and headers that say why it could not be read.
+
+Guarantees: key, value and headers are the original's; ours are added behind them under `headrace-error-*`, all UTF-8.
+"""
+
+from aiokafka import ConsumerRecord
+
+from headrace.consumers.outgoing import Outgoing
+from headrace.schemas.errors import CodecError
+from headrace.schemas.topics import Topics
+
+# A detail quotes the producer's data; a record must stay writable whatever was in it.
+DETAIL_LIMIT = 1000
+
+
+def dead_letter(topics: Topics, record: ConsumerRecord, error: CodecError, partition: int) -> Outgoing:
+    """The dead letter of a record.
+
+    Args:
+        topics: Topic names.
+        record: What could not be read.
+        error: Why.
+        partition: Partition of `dead-letters` to write to.
+    """
+    notes = {
+        "headrace-error-reason": error.reason.value,
+        "headrace-error-path": error.path[:DETAIL_LIMIT],
+        "headrace-error-detail": error.detail[:DETAIL_LIMIT],
+        "headrace-error-type": type(error).__name__,
+        "headrace-error-topic": record.topic,
+        "headrace-error-partition": str(record.partition),
+        "headrace-error-offset": str(record.offset),
+        "headrace-error-time": str(record.timestamp),
+    }
+    return Outgoing(
+        topic=topics.dead_letters,
+        key=record.key,
+        value=record.value,
+        headers=(*record.headers, *((name, text.encode(errors="replace")) for name, text in notes.items())),
+        partition=partition,
+    )

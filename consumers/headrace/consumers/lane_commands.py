@@ -1,0 +1,141 @@
+"""What commands do to a lane: models are created and deleted, jobs are cancelled.
+
+Guarantees: a command takes effect once, in log order; what can't be read is dead-lettered; repeating a command changes nothing. A
+model whose settings can't be trained here is created as `stopped`, with the reason in its state, instead of failing at each step.
+"""
+
+import logging
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from aiokafka import ConsumerRecord
+
+from headrace.consumers.dead_letters import dead_letter
+from headrace.consumers.duplicates import DuplicateWindow
+from headrace.consumers.lane_book import LaneBook
+from headrace.consumers.model_run import ModelRun
+from headrace.core.lanes import lane_of
+from headrace.core.settings import BaseModelEntry, Settings
+from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel
+from headrace.schemas.envelope import header_text, open_record
+from headrace.schemas.errors import CodecError
+from headrace.schemas.jobs import JobState
+from headrace.schemas.reasons import DeadLetterReason, RejectionReason
+from headrace.schemas.state import ModelState
+from headrace.schemas.training import ModelSettings
+from headrace.trainer.options import UnsupportedOptionError, resolve
+
+logger = logging.getLogger(__name__)
+
+COMMANDS = (CreateModel, DeleteModel, CancelJob)
+_NAMESPACE = uuid.UUID("0f4c9a52-43cf-5d47-a1a5-6a2d3d2f4f0e")
+
+
+class CommandHandler:
+    """Applies commands to a lane's book.
+
+    Args:
+        settings: Worker group, catalogue of base models, duplicate window.
+        book: The lane's memory.
+    """
+
+    def __init__(self, settings: Settings, book: LaneBook) -> None:
+        self._settings = settings
+        self._book = book
+
+    def apply(self, records: Iterable[ConsumerRecord]) -> None:
+        """Apply commands in log order and move the lane's command position."""
+        for record in records:
+            if record.offset >= self._book.state.commands_through:
+                try:
+                    self._apply(record)
+                except CodecError as error:
+                    letter = dead_letter(self._settings.topic_names, record, error, record.partition)
+                    self._book.dead_letters.append(letter)
+                self._book.state = self._book.state.model_copy(update={"commands_through": record.offset + 1})
+        self._book.note_news()
+
+    def _apply(self, record: ConsumerRecord) -> None:
+        command = open_record(record.value, header_text(record.headers), COMMANDS)
+        key = (record.key or b"").decode(errors="replace")
+        if lane_of(key, self._book.state.partitions) != record.partition:
+            raise CodecError(DeadLetterReason.WRONG_LANE, "key", f"{key!r} does not belong to partition {record.partition}")
+        match command:
+            case CreateModel() | DeleteModel() | CancelJob() if command.model_id != key:
+                raise CodecError(DeadLetterReason.INVALID_SCHEMA, "model_id", f"{command.model_id!r} differs from the key {key!r}")
+            case CreateModel():
+                self._create(command, record.offset)
+            case DeleteModel():
+                self._delete(command)
+            case CancelJob():
+                self._cancel(command)
+
+    def _create(self, command: CreateModel, offset: int) -> None:
+        known = self._book.runs.get(command.model_id)
+        if known is not None and known.status != "deleted":
+            return
+        if command.worker_group != self._settings.worker.group:
+            logger.info("model %s belongs to worker group %s, not ours", command.model_id, command.worker_group)
+            return
+        problem = problem_of(command.settings, self._settings.base_models)
+        state = ModelState(
+            model_id=command.model_id,
+            # From the command's place in the log: whoever applies it makes the same incarnation.
+            incarnation=str(uuid.uuid5(_NAMESPACE, f"{command.model_id}/{offset}")),
+            status="active" if problem is None else "stopped",
+            status_detail=problem,
+            account=command.account,
+            project=command.project,
+            name=command.name,
+            worker_group=command.worker_group,
+            settings=command.settings,
+            scanned=self._book.position,
+            created_at=command.created_at,
+        )
+        run = ModelRun.of(state, DuplicateWindow(self._settings.worker.duplicate_window), self._book.state.lane)
+        run.touch(urgent=True)
+        self._book.runs[command.model_id] = run
+        logger.info("model %s (%s) is created, %s", command.name, command.model_id, problem or "active")
+
+    def _delete(self, command: DeleteModel) -> None:
+        run = self._book.runs.get(command.model_id)
+        if run is None or run.status == "deleted":
+            return
+        for job_id, job in list(run.jobs.items()):
+            if job.document is not None:
+                run.move_job(job_id, JobState.CANCELLED, message="the model was deleted")
+        refuse_all(run, RejectionReason.MODEL_DELETED, "the model was deleted")
+        run.set_status("deleted", None)
+
+    def _cancel(self, command: CancelJob) -> None:
+        run = self._book.runs.get(command.model_id)
+        job = None if run is None else run.jobs.get(command.job_id)
+        if run is None or job is None or job.document is None or job.document.state is not JobState.PENDING:
+            return
+        run.move_job(command.job_id, JobState.CANCELLED, message="cancelled on request")
+        refuse_all(run, RejectionReason.JOB_CANCELLED, "the job was cancelled", job_id=command.job_id)
+
+
+def refuse_all(run: ModelRun, reason: RejectionReason, detail: str, job_id: str | None = None) -> None:
+    """Refuse the groups that wait: all, or those of one job."""
+    for waiting in list(run.waiting.values()):
+        if job_id is None or waiting.job_id == job_id:
+            run.refuse(offset=waiting.offset, group_id=waiting.group.group_id, job_id=waiting.job_id, reason=reason, detail=detail)
+
+
+def problem_of(settings: ModelSettings, catalogue: Mapping[str, BaseModelEntry]) -> str | None:
+    """Why settings can't be trained with this catalogue of base models; None if they can."""
+    entry = catalogue.get(settings.base_model)
+    if entry is None:
+        names = ", ".join(sorted(catalogue)) or "none: set base_models in the configuration"
+        return f"base model {settings.base_model!r} is not in this worker's catalogue, which has: {names}"
+    if settings.adaptation not in entry.trainable:
+        return f"base model {settings.base_model!r} may be trained as {' or '.join(entry.trainable)}, not as {settings.adaptation}"
+    if not Path(entry.path).is_dir():
+        return f"base model {settings.base_model!r}: {entry.path} is no folder on this worker"
+    try:
+        resolve(settings.train)
+    except UnsupportedOptionError as error:
+        return str(error)
+    return None

@@ -1,0 +1,91 @@
+"""What a lane reads: its partition of `trajectory-groups` and of `commands`, through a consumer of its own.
+
+Guarantees: `read_committed`, records as bytes, in offset order, from the positions it was given; an offset that retention deleted
+raises `OffsetLostError` instead of jumping. Gives up: group membership; it uses `assign`.
+"""
+
+from collections.abc import Sequence
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.errors import OffsetOutOfRangeError
+
+from headrace.core.kafka import ClientOptions
+from headrace.core.reading import OffsetLostError, end_offsets
+from headrace.schemas.topics import Topics
+
+_POLL_MS = 1000
+_MAX_RECORDS = 256
+
+
+class LaneReader:
+    """Reads one lane.
+
+    Args:
+        options: Client options.
+        topics: Topic names.
+        lane: Partition number.
+    """
+
+    def __init__(self, options: ClientOptions, topics: Topics, lane: int) -> None:
+        self._options = options
+        self.groups = TopicPartition(topics.trajectory_groups, lane)
+        self.commands = TopicPartition(topics.commands, lane)
+        self._consumer = AIOKafkaConsumer(
+            **options,
+            group_id=None,
+            enable_auto_commit=False,
+            auto_offset_reset="none",
+            isolation_level="read_committed",
+            max_partition_fetch_bytes=8 * 1024 * 1024,
+        )
+
+    async def start(self, groups_from: int, commands_from: int) -> None:
+        """Stand at the given offsets.
+
+        Raises:
+            OffsetLostError: records from there on were deleted.
+        """
+        await self._consumer.start()
+        self._consumer.assign([self.groups, self.commands])
+        beginnings = await self._consumer.beginning_offsets([self.groups, self.commands])
+        if beginnings[self.groups] > groups_from:
+            raise OffsetLostError(
+                f"{self.groups.topic} partition {self.groups.partition}: offset {groups_from} is needed but the log begins at "
+                f"{beginnings[self.groups]}; the records between were deleted by retention"
+            )
+        self._consumer.seek(self.groups, groups_from)
+        # Commands that retention deleted before anyone owned the lane are gone for every reader alike.
+        self._consumer.seek(self.commands, max(commands_from, beginnings[self.commands]))
+
+    async def read(self) -> tuple[Sequence[ConsumerRecord], Sequence[ConsumerRecord]]:
+        """The next records as (commands, groups); both may be empty.
+
+        Raises:
+            OffsetLostError: retention overtook the reader.
+        """
+        try:
+            batches = await self._consumer.getmany(timeout_ms=_POLL_MS, max_records=_MAX_RECORDS)
+        except OffsetOutOfRangeError as error:
+            raise OffsetLostError(f"{error.args[0]}: deleted by retention while the lane was behind") from error
+        return batches.get(self.commands, ()), batches.get(self.groups, ())
+
+    async def read_commands_to_end(self) -> list[ConsumerRecord]:
+        """All commands up to the end that was written when called."""
+        ends = await end_offsets(self._options, self.commands.topic, [self.commands.partition])
+        end = ends[self.commands.partition]
+        records: list[ConsumerRecord] = []
+        while await self._consumer.position(self.commands) < end:
+            batches = await self._consumer.getmany(self.commands, timeout_ms=25)
+            records.extend(batches.get(self.commands, ()))
+        return records
+
+    def hold_groups(self, *, hold: bool) -> None:
+        """Stop or go on fetching groups; commands are always read."""
+        if hold:
+            self._consumer.pause(self.groups)
+        else:
+            self._consumer.resume(self.groups)
+
+    async def stop(self) -> None:
+        """Close the connection."""
+        await self._consumer.stop()

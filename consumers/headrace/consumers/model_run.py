@@ -1,0 +1,227 @@
+"""One model on its lane: what was committed of it, and what happened since.
+
+Guarantees: `state_at` is the state that a transaction may commit at any moment: everything below the lane's position is used, refused and
+reported with it, or pending. Gives up: any truth after a failed commit; the lane then throws its runs away and reads again (rule 5).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headrace.consumers.duplicates import DuplicateWindow
+from headrace.schemas.base import utc_now
+from headrace.schemas.events import GroupRejected, JobStateChanged
+from headrace.schemas.jobs import TRANSITIONS, JobDocument, JobState, TrainingJob
+from headrace.schemas.reasons import RejectionReason
+from headrace.schemas.state import Intent, ModelState, OpenJob, Pending
+from headrace.trainer.groups import TokenizedGroup
+
+ModelStatus = Literal["active", "deleted", "diverged", "stopped"]
+CLOSED_JOBS = 256
+DETAIL_LIMIT = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """An admitted group in its bucket."""
+
+    offset: int
+    group: TokenizedGroup
+    job_id: str | None
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelRun:
+    """The moving part of a model's state."""
+
+    state: ModelState
+    window: DuplicateWindow
+    lane: int
+    waiting: dict[int, Waiting] = field(default_factory=dict)
+    """Admitted groups by offset, in offset order."""
+    jobs: dict[str, OpenJob] = field(default_factory=dict)
+    recovering: frozenset[int] = frozenset()
+    """Offsets that the committed state lists as pending: read again, and no duplicates of themselves."""
+    rejected: list[GroupRejected] = field(default_factory=list)
+    job_events: list[JobStateChanged] = field(default_factory=list)
+    documents: dict[str, JobDocument] = field(default_factory=dict)
+    closed: list[str] = field(default_factory=list)
+    status: ModelStatus = "active"
+    status_detail: str | None = None
+    intent: Intent | None = None
+    revision: int = 0
+    """Goes up with everything that happens; a commit notes which revision it says."""
+    said: int = 0
+    """The last revision that is committed."""
+    urgent: bool = False
+    """The model itself changed (created, deleted, stopped): somebody waits for that."""
+
+    @classmethod
+    def of(cls, state: ModelState, window: DuplicateWindow, lane: int) -> "ModelRun":
+        """A run that continues a committed state."""
+        return cls(
+            state=state,
+            window=window,
+            lane=lane,
+            jobs={job.job_id: job for job in state.open_jobs},
+            recovering=frozenset(pending.offset for pending in state.pending),
+            closed=list(state.closed_jobs),
+            status=state.status,
+            status_detail=state.status_detail,
+            intent=state.intent,
+        )
+
+    @property
+    def dirty(self) -> bool:
+        """Whether something happened that no committed record says."""
+        return self.revision != self.said
+
+    def touch(self, *, urgent: bool = False) -> None:
+        """Something happened."""
+        self.revision += 1
+        self.urgent = self.urgent or urgent
+
+    def set_status(self, status: ModelStatus, detail: str | None) -> None:
+        """The model is deleted, stopped or diverged."""
+        self.status, self.status_detail = status, detail
+        self.touch(urgent=True)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Memory of the groups that wait."""
+        return sum(waiting.group.nbytes for waiting in self.waiting.values())
+
+    @property
+    def unreported(self) -> bool:
+        """Whether subscribers wait for something that no step may come to carry."""
+        return bool(self.rejected or self.job_events or self.documents or self.urgent)
+
+    def handled(self, offset: int) -> bool:
+        """Whether a committed state covers the record already (and it is not pending)."""
+        return offset < self.state.scanned and offset not in self.recovering
+
+    def admit(self, waiting: Waiting) -> None:
+        """Put a group into its bucket."""
+        self.waiting[waiting.offset] = waiting
+        self.window.add(waiting.group.group_id)
+        if waiting.job_id is not None and waiting.job_id not in self.jobs:
+            self.jobs[waiting.job_id] = OpenJob(job_id=waiting.job_id)
+        self.touch()
+
+    def refuse(
+        self,
+        *,
+        offset: int,
+        group_id: str,
+        job_id: str | None,
+        reason: RejectionReason,
+        detail: str,
+        trajectory: int | None = None,
+    ) -> None:
+        """Refuse a group: it leaves its bucket, and the next commit reports it."""
+        self.waiting.pop(offset, None)
+        self.rejected.append(
+            GroupRejected(
+                model_id=self.state.model_id,
+                group_id=group_id,
+                job_id=job_id,
+                reason=reason,
+                detail=detail[:DETAIL_LIMIT],
+                trajectory=trajectory,
+                partition=self.lane,
+                offset=offset,
+            )
+        )
+        # A duplicate is not the job's loss: the group itself was admitted before.
+        if job_id is not None and job_id not in self.closed and reason is not RejectionReason.DUPLICATE:
+            job = self.jobs.get(job_id, OpenJob(job_id=job_id))
+            document = job.document and job.document.model_copy(update={"groups_rejected": job.document.groups_rejected + 1})
+            self.jobs[job_id] = job.model_copy(update={"refused": (*job.refused, group_id), "document": document})
+        self.touch()
+
+    def open_job(self, record: TrainingJob, offset: int) -> None:
+        """Take a job's record; one that is known, or ended, is dropped (rule 17)."""
+        known = self.jobs.get(record.job_id)
+        if record.job_id in self.closed or (known is not None and known.record_offset is not None):
+            return
+        refused = known.refused if known is not None else ()
+        document = JobDocument(
+            job_id=record.job_id,
+            model_id=self.state.model_id,
+            state=JobState.PENDING,
+            created_at=record.created_at,
+            config=record.config,
+            num_groups=len(record.group_ids),
+            groups_rejected=len(refused),
+        )
+        self.jobs[record.job_id] = OpenJob(
+            job_id=record.job_id, record_offset=offset, group_ids=record.group_ids, refused=refused, document=document
+        )
+        self._changed(document, previous=None, message=None)
+
+    def move_job(self, job_id: str, to: JobState, *, message: str | None = None, **fields: Any) -> None:  # noqa: ANN401 - document fields
+        """Move a job to another state; a job in a final state is closed.
+
+        Raises:
+            RuntimeError: the transition is not allowed; always a defect of ours.
+        """
+        job = self.jobs[job_id]
+        document = job.document
+        if document is None or to not in TRANSITIONS[document.state]:
+            raise RuntimeError(f"job {job_id} can't go from {document and document.state} to {to}")
+        now = utc_now()
+        stamp = {JobState.RUNNING: "started_at"}.get(to, "completed_at")
+        moved = document.model_copy(update={"state": to, "updated_at": now, "error_message": message, stamp: now, **fields})
+        self.jobs[job_id] = job.model_copy(update={"document": moved})
+        self._changed(moved, previous=document.state, message=message)
+        if not TRANSITIONS[to]:
+            del self.jobs[job_id]
+            self.closed = [*self.closed, job_id][-CLOSED_JOBS:]
+
+    def _changed(self, document: JobDocument, *, previous: JobState | None, message: str | None) -> None:
+        self.documents[document.job_id] = document
+        self.job_events.append(
+            JobStateChanged(
+                job_id=document.job_id,
+                model_id=self.state.model_id,
+                state=document.state,
+                previous=previous,
+                message=message,
+                num_sequences=document.num_sequences,
+                step=document.step,
+            )
+        )
+        self.touch()
+
+    def state_at(self, position: int, **update: Any) -> ModelState:  # noqa: ANN401 - fields of the state
+        """The state to commit when the lane stands at `position`; `update` is what a step adds."""
+        refusals = dict(self.state.refusals)
+        for event in self.rejected:
+            refusals[event.reason] = refusals.get(event.reason, 0) + 1
+        still_to_read = (Pending(offset=p.offset, job_id=p.job_id) for p in self.state.pending if p.offset in self.recovering)
+        now_waiting = (Pending(offset=w.offset, job_id=w.job_id) for w in self.waiting.values())
+        pending = sorted((*still_to_read, *now_waiting), key=lambda p: p.offset)
+        return self.state.model_copy(
+            update={
+                "scanned": max(self.state.scanned, position),
+                "pending": tuple(pending),
+                "open_jobs": tuple(self.jobs.values()),
+                "closed_jobs": tuple(self.closed),
+                "refusals": refusals,
+                "status": self.status,
+                "status_detail": self.status_detail,
+                "intent": self.intent,
+                "updated_at": utc_now(),
+                **update,
+            }
+        )
+
+    def committed(self, state: ModelState, *, revision: int, rejected: int, job_events: int, documents: dict[str, JobDocument]) -> None:
+        """A transaction with this state is in: forget what it said, and only that, since more may have come meanwhile."""
+        self.state = state
+        self.said = revision
+        self.urgent = self.urgent and self.dirty
+        del self.rejected[:rejected]
+        del self.job_events[:job_events]
+        for job_id, document in documents.items():
+            if self.documents.get(job_id) is document:
+                del self.documents[job_id]

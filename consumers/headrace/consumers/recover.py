@@ -1,0 +1,66 @@
+"""What a lane's owner knows after fencing: the states of the lane and of its models, read to the end that was written (rule 1).
+
+Call it after the lane's producer has started, never before: measured, 50 of 60 reads before fencing are stale. Guarantees: only
+records that the lane's owner could have committed; the partition counts of all lane topics are equal and are those the lane was
+first claimed with (rule 6). Gives up: unknown records in `models` are refused, since skipping one could lose a model's state.
+"""
+
+from dataclasses import dataclass
+
+from headrace.core.errors import HeadraceError
+from headrace.core.kafka import ClientOptions
+from headrace.core.reading import latest_by_key, read_to_end
+from headrace.core.topic_metadata import partition_count
+from headrace.schemas.envelope import header_text, open_record
+from headrace.schemas.state import LaneState, ModelState
+from headrace.schemas.topics import TOPICS, Topics
+
+
+class PartitionCountError(HeadraceError):
+    """The lane topics do not have one partition count, or it changed: keys would hash to other lanes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneMemory:
+    """States as committed."""
+
+    lane: LaneState
+    models: dict[str, ModelState]
+
+
+async def read_states(options: ClientOptions, topics: Topics, lane: int) -> LaneMemory:
+    """Read the states of a lane.
+
+    Raises:
+        PartitionCountError: see there.
+        CodecError: a record in `models` that this release can't read.
+    """
+    partitions = await lane_count(options, topics)
+    latest = latest_by_key(await read_to_end(options, topics.models, [lane]))
+    state = LaneState(lane=lane, partitions=partitions)
+    models: dict[str, ModelState] = {}
+    for record in latest.values():
+        match open_record(record.value, header_text(record.headers), (ModelState, LaneState)):
+            case LaneState() as found:
+                state = found
+            case ModelState() as model:
+                models[model.model_id] = model
+    if state.partitions != partitions:
+        raise PartitionCountError(
+            f"the lane topics have {partitions} partitions, but lane {lane} was first claimed with {state.partitions}: keys hash to other "
+            "lanes now. Partition counts are fixed at creation: restore the topics, or start a new topic prefix"
+        )
+    return LaneMemory(lane=state, models=models)
+
+
+async def lane_count(options: ClientOptions, topics: Topics) -> int:
+    """The one partition count of all lane topics.
+
+    Raises:
+        PartitionCountError: they differ.
+    """
+    counts = {topics.full(spec.name): await partition_count(options, topics.full(spec.name)) for spec in TOPICS if spec.lane}
+    if len(set(counts.values())) != 1:
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise PartitionCountError(f"the lane topics must have one partition count, but have: {listed}. See `headrace topics show`")
+    return next(iter(counts.values()))

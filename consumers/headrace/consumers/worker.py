@@ -1,0 +1,113 @@
+"""The worker: lanes that the group gives, one device, one tokenizing process, on one event loop.
+
+Guarantees: the loop owns Kafka and does nothing that blocks; a lane that fails is claimed again, with a pause; SIGTERM and SIGINT
+release all lanes and end the rank before the process ends. Gives up: nothing about correctness depends on the membership; see
+`lane.py`.
+"""
+
+import asyncio
+import logging
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+from headrace.consumers.admission_pool import AdmissionPool
+from headrace.consumers.balancer import Balancer
+from headrace.consumers.lane import Lane
+from headrace.consumers.recover import PartitionCountError, lane_count
+from headrace.consumers.world import TrainerWorld
+from headrace.core.kafka import client_options
+from headrace.core.settings import Settings
+from headrace.core.store import open_store
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 2.0
+
+
+class Worker:
+    """A trainer worker.
+
+    Args:
+        settings: All settings.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._store = open_store(settings.store.url, settings.s3)
+        self._balancer = Balancer(settings)
+        self._lanes: dict[int, asyncio.Task[None]] = {}
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Release everything and return from `run`."""
+        self._stopping.set()
+        self._balancer.changed.set()
+
+    async def run(self) -> None:
+        """Work until `stop`, SIGTERM or SIGINT.
+
+        Raises:
+            HeadraceError: Kafka can't be reached, or the topics are missing or differ.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        count = await lane_count(client_options(self._settings.kafka, "headrace-worker"), self._settings.topic_names)
+        work_dir = Path(self._settings.worker.work_dir)
+        await asyncio.to_thread(shutil.rmtree, work_dir, ignore_errors=True)
+        await asyncio.to_thread(work_dir.mkdir, parents=True, exist_ok=True)
+        pool = AdmissionPool(self._settings)
+        world = TrainerWorld(self._settings, self._store)
+        try:
+            await self._balancer.start()
+            logger.info("worker of group %s on %d lanes", self._settings.worker.group, count)
+            while not self._stopping.is_set():
+                await self._balancer.changed.wait()
+                self._balancer.changed.clear()
+                self._reconcile(pool, world)
+        finally:
+            await self._release_all()
+            await self._balancer.stop()
+            await world.close()
+            pool.close()
+
+    def _reconcile(self, pool: AdmissionPool, world: TrainerWorld) -> None:
+        """Start what was given, cancel what is gone. What stays is not touched (rule 4)."""
+        wanted = frozenset() if self._stopping.is_set() else self._balancer.lanes
+        for lane, task in list(self._lanes.items()):
+            if lane not in wanted:
+                task.cancel()
+            if task.done():
+                del self._lanes[lane]
+                self._report(lane, task)
+        for lane in wanted - self._lanes.keys():
+            owner = Lane(lane, self._settings, store=self._store, pool=pool, world=world, wanted=partial(self._is_ours, lane))
+            task = asyncio.create_task(owner.run(), name=f"lane-{lane}")
+            task.add_done_callback(self._lane_ended)
+            self._lanes[lane] = task
+
+    def _is_ours(self, lane: int) -> bool:
+        return lane in self._balancer.lanes
+
+    def _lane_ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or self._stopping.is_set():
+            self._balancer.changed.set()
+            return
+        # Not at once: what ended it may last, a broker that restarts for one.
+        asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._balancer.changed.set)
+
+    @staticmethod
+    def _report(lane: int, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("lane %d ended and will be claimed again: %r", lane, error, exc_info=error)
+
+    async def _release_all(self) -> None:
+        for task in self._lanes.values():
+            task.cancel()
+        await asyncio.gather(*self._lanes.values(), return_exceptions=True)
+
+
+__all__ = ["PartitionCountError", "Worker"]

@@ -1,0 +1,115 @@
+"""A worker on topics of its own: its settings, its base model, and what it wrote."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from tests.consumers.conftest import tiny_model as tiny_model  # noqa: PLC0414 - a fixture, shared
+from tests.worker.following import Following
+
+from headrace.core.kafka import client_options
+from headrace.core.models import ModelView, create_model
+from headrace.core.settings import BaseModelEntry, KafkaSettings, Settings, StoreSettings, TopicSettings, WorkerSettings
+from headrace.core.topic_admin import apply
+from headrace.schemas.training import BatchPolicy, ModelSettings, OptimizerSettings, TrainConfig
+
+
+@pytest.fixture
+async def settings(kafka: str, topic_prefix: str, tmp_path: Path, tiny_model: Path) -> Settings:
+    """Settings of a worker with two lanes and one base model, its topics made."""
+    found = Settings(
+        kafka=KafkaSettings(bootstrap_servers=kafka),
+        topics=TopicSettings(prefix=topic_prefix, partitions=2),
+        store=StoreSettings(url=f"file://{tmp_path}/store"),
+        worker=WorkerSettings(
+            work_dir=tmp_path / "work",
+            threads=1,
+            refusal_linger_seconds=0.05,
+            session_timeout_ms=6000,
+            heartbeat_interval_ms=500,
+        ),
+        base_models={"tiny": BaseModelEntry(path=str(tiny_model))},
+    )
+    await apply(found)
+    return found
+
+
+@pytest.fixture
+async def model(settings: Settings) -> ModelView:
+    """A model that trains all parameters, two groups a step."""
+    return await create_model(
+        settings,
+        project="tests",
+        name="learner",
+        model=ModelSettings(
+            base_model="tiny",
+            adaptation="full",
+            batch=BatchPolicy(groups_per_step=2),
+            train=TrainConfig(learning_rate=1e-3),
+            optimizer=OptimizerSettings(max_grad_norm=1.0),
+        ),
+    )
+
+
+class WorkerProcess:
+    """`headrace worker` as a process, configured through its environment as a user would."""
+
+    def __init__(self, settings: Settings, log: Path) -> None:
+        self._log = log.open("ab")
+        environment = os.environ | {
+            "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": str(settings.kafka.bootstrap_servers),
+            "HEADRACE_TOPICS": settings.topics.model_dump_json(),
+            "HEADRACE_STORE": settings.store.model_dump_json(),
+            "HEADRACE_WORKER": settings.worker.model_dump_json(),
+            "HEADRACE_BASE_MODELS": "{" + ",".join(f'"{k}":{v.model_dump_json()}' for k, v in settings.base_models.items()) + "}",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "headrace.cli", "worker"], env=environment, stdout=self._log, stderr=self._log, start_new_session=True
+        )
+
+    def kill(self) -> None:
+        """SIGKILL, as an out-of-memory killer would."""
+        self.process.kill()
+        self.process.wait(30)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+    def close(self) -> None:
+        """Whatever is left."""
+        if self.process.poll() is None:
+            self.kill()
+        self._log.close()
+
+
+@pytest.fixture
+def start_worker(settings: Settings, tmp_path: Path) -> Iterator[object]:
+    """Starts workers; the log is shown when the test fails."""
+    started: list[WorkerProcess] = []
+    log = tmp_path / "worker.log"
+
+    def start(with_settings: Settings = settings) -> WorkerProcess:
+        started.append(WorkerProcess(with_settings, log))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.close()
+    if log.exists():
+        print(log.read_text()[-8000:])  # noqa: T201 - pytest shows it with a failure
+
+
+@pytest.fixture
+async def following(settings: Settings) -> AsyncIterator[Following]:
+    """A read_committed subscriber of everything that workers write."""
+    found = Following(client_options(settings.kafka, "test-following"), settings.topic_names)
+    await found.start()
+    yield found
+    await asyncio.shield(found.stop())

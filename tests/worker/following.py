@@ -1,0 +1,83 @@
+"""A `read_committed` subscriber of all that workers write: what a test waits for, and counts."""
+
+import asyncio
+from collections import Counter
+from typing import TypeVar
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from pydantic import BaseModel
+
+from headrace.core.kafka import ClientOptions
+from headrace.core.topic_metadata import partition_count
+from headrace.schemas.envelope import header_text, open_record, record_models
+from headrace.schemas.topics import Topics
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Following:
+    """Records by type, as they come."""
+
+    def __init__(self, options: ClientOptions, topics: Topics) -> None:
+        self._options = options
+        self._topics = topics
+        self._consumer = AIOKafkaConsumer(
+            **options, group_id=None, enable_auto_commit=False, auto_offset_reset="none", isolation_level="read_committed"
+        )
+        self.records: list[BaseModel] = []
+        self.dead_letters: list[ConsumerRecord] = []
+        self.event_ids: Counter[str] = Counter()
+
+    async def start(self) -> None:
+        """From the beginning of every topic."""
+        await self._consumer.start()
+        names = (
+            self._topics.steps,
+            self._topics.models,
+            self._topics.training_events,
+            self._topics.weights,
+            self._topics.jobs,
+            self._topics.dead_letters,
+        )
+        partitions = [TopicPartition(name, p) for name in names for p in range(await partition_count(self._options, name))]
+        self._consumer.assign(partitions)
+        for partition in partitions:
+            self._consumer.seek(partition, 0)
+
+    async def stop(self) -> None:
+        """Close."""
+        await self._consumer.stop()
+
+    def of(self, kind: type[M]) -> list[M]:
+        """All records of a type so far."""
+        return [record for record in self.records if isinstance(record, kind)]
+
+    async def until(self, kind: type[M], count: int, seconds: float = 120) -> list[M]:
+        """Wait until there are `count` records of a type."""
+        await self._wait(lambda: len(self.of(kind)) >= count, f"{count} of {kind.__name__}", seconds)
+        return self.of(kind)
+
+    async def until_dead_letters(self, count: int, seconds: float = 120) -> list[ConsumerRecord]:
+        """Wait until there are `count` dead letters."""
+        await self._wait(lambda: len(self.dead_letters) >= count, f"{count} dead letters", seconds)
+        return self.dead_letters
+
+    async def _wait(self, done: object, what: str, seconds: float) -> None:
+        assert callable(done)
+        try:
+            async with asyncio.timeout(seconds):
+                while not done():
+                    await self._poll()
+        except TimeoutError:
+            seen = Counter(type(record).__name__ for record in self.records)
+            raise AssertionError(f"no {what} in {seconds} s; seen: {dict(seen)}, {len(self.dead_letters)} dead letters") from None
+
+    async def _poll(self) -> None:
+        for partition, records in (await self._consumer.getmany(timeout_ms=200)).items():
+            for record in records:
+                if partition.topic == self._topics.dead_letters:
+                    self.dead_letters.append(record)
+                else:
+                    headers = header_text(record.headers)
+                    self.event_ids[headers["ce_id"]] += 1
+                    self.records.append(open_record(record.value, headers, record_models()))

@@ -1,0 +1,86 @@
+"""What a model's state says at a commit, and what is forgotten after it."""
+
+import pytest
+from tests.worker.test_cut import admit, run_of
+
+from headrace.consumers.duplicates import DuplicateWindow
+from headrace.consumers.lane_phase import ALLOWED, LanePhase, move
+from headrace.consumers.step_runner import merged_config
+from headrace.schemas.jobs import JobState, TrainingJob
+from headrace.schemas.reasons import RejectionReason
+from headrace.schemas.training import TrainConfig
+
+
+def test_the_state_lists_what_waits_and_counts_what_was_refused() -> None:
+    run = run_of()
+    admit(run, 4)
+    admit(run, 6, job_id="j")
+    run.refuse(offset=5, group_id="x", job_id=None, reason=RejectionReason.DUPLICATE, detail="twice")
+    state = run.state_at(7)
+    assert [(p.offset, p.job_id) for p in state.pending] == [(4, None), (6, "j")]
+    assert state.refusals == {RejectionReason.DUPLICATE: 1}
+    assert state.scanned == 7
+
+
+def test_what_happens_while_a_commit_is_on_its_way_stays_to_be_said() -> None:
+    run = run_of()
+    run.refuse(offset=0, group_id="x", job_id=None, reason=RejectionReason.TOO_LONG, detail="1")
+    state, revision = run.state_at(1), run.revision
+    run.refuse(offset=1, group_id="y", job_id=None, reason=RejectionReason.TOO_LONG, detail="2")
+    run.set_status("deleted", None)
+    run.committed(state, revision=revision, rejected=1, job_events=0, documents={})
+    assert [event.group_id for event in run.rejected] == ["y"]
+    assert run.dirty
+    assert run.urgent
+    assert run.state_at(2).status == "deleted"
+    assert run.state_at(2).refusals == {RejectionReason.TOO_LONG: 2}
+
+
+def test_a_job_that_ended_is_closed_and_its_repeated_record_is_dropped() -> None:
+    run = run_of()
+    record = TrainingJob(job_id="j", group_ids=())
+    run.open_job(record, 0)
+    run.move_job("j", JobState.RUNNING)
+    run.move_job("j", JobState.COMPLETED, step=1)
+    assert run.state_at(1).closed_jobs == ("j",)
+    run.open_job(record, 1)
+    assert run.jobs == {}
+    assert [event.state for event in run.job_events] == [JobState.PENDING, JobState.RUNNING, JobState.COMPLETED]
+
+
+def test_a_job_can_not_skip_a_state() -> None:
+    run = run_of()
+    run.open_job(TrainingJob(job_id="j", group_ids=()), 0)
+    with pytest.raises(RuntimeError, match="can't go from"):
+        run.move_job("j", JobState.COMPLETED)
+
+
+def test_rule_11_a_duplicate_is_an_id_among_the_last_w_admitted() -> None:
+    window = DuplicateWindow(2)
+    for name in ("a", "b", "b", "c"):
+        window.add(name)
+    assert [window.seen(name) for name in "abc"] == [False, True, True]
+    again = DuplicateWindow(2, window.to_bytes())
+    again.add("d")
+    assert [again.seen(name) for name in "abcd"] == [False, False, True, True]
+
+
+def test_a_lane_moves_along_its_allowed_transitions_only() -> None:
+    assert move(LanePhase.CLAIMING, LanePhase.SERVING) is LanePhase.SERVING
+    with pytest.raises(RuntimeError, match="can't go"):
+        move(LanePhase.RELEASED, LanePhase.SERVING)
+    assert set(ALLOWED) == set(LanePhase)
+
+
+def test_a_null_of_the_job_hides_nothing_of_the_model_but_epsilon_high() -> None:
+    model = TrainConfig(learning_rate=1e-3, epsilon_high=0.3)
+    merged = merged_config(model, TrainConfig(learning_rate=None, ppo=True, epsilon_high=None))
+    assert (merged.learning_rate, merged.ppo, merged.epsilon_high) == (1e-3, True, 0.3)
+    merged = merged_config(TrainConfig(learning_rate=1e-3), TrainConfig(epsilon_high=None))
+    assert "epsilon_high" in merged.model_fields_set
+    assert merged.epsilon_high is None
+
+
+def test_the_job_says_the_loss_by_either_name() -> None:
+    assert merged_config(TrainConfig(loss_fn="cispo"), TrainConfig(ppo=True)).ppo is True
+    assert merged_config(TrainConfig(ppo=True), TrainConfig(loss_fn="cispo")).loss_fn == "cispo"
