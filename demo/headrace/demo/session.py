@@ -114,8 +114,7 @@ class Session:
         model_id = model_id_of(settings.account, project, name)
         lane = lane_of(model_id, PARTITIONS)
         environment = _environment(settings)
-        headrace = [sys.executable, "-c", "from headrace.cli.main import main; main()"]
-        workers = [children.start("worker", [*headrace, "worker"], environment)]
+        workers = [children.start("worker", [sys.executable, "-m", "headrace.cli", "worker"], environment)]
         workers += [children.start(f"agent {i + 1}", self._agent_command(settings, model_id, i), environment) for i in range(AGENTS)]
 
         async def work() -> None:
