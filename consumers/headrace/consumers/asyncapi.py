@@ -44,9 +44,9 @@ def asyncapi_document() -> dict[str, Any]:
             "title": "Headrace",
             "version": "1.0.0",
             "description": (
-                "The topics of Headrace under the prefix `headrace.` (a setting). Records are JSON with CloudEvents headers (Kafka binding, "
-                "binary mode); a trajectory group may also come as safetensors. The version is that of the records (`ce_type`), not of the "
-                "release. Unknown fields are kept and passed on."
+                "The topics of Headrace under the prefix `headrace.` (a setting). Records are JSON with CloudEvents headers "
+                "(Kafka binding, binary mode); a trajectory group may also come as safetensors. The version is that of the "
+                "records (`ce_type`), not of the release. Unknown fields are kept and passed on."
             ),
             "license": {"name": "Apache-2.0", "url": "https://www.apache.org/licenses/LICENSE-2.0"},
         },
@@ -107,15 +107,7 @@ def _messages() -> dict[str, Any]:
         for model in CARRIED.get(spec.name, ()):
             messages[model.__name__] = _message(model, spec, JSON_TYPE, {"$ref": f"#/components/schemas/{model.__name__}"})
             if model is TrajectoryGroup:
-                binary = {
-                    "type": "string",
-                    "format": "binary",
-                    "description": (
-                        'A safetensors file. `__metadata__["group"]` is the JSON of the group (schema TrajectoryGroup) in which every sampled '
-                        "turn has `token_span: [start, stop)`; flat arrays over all turns: `token_ids` I32, `logprobs` F32 (NaN: missing), "
-                        "`policy_versions` I32 (optional; -1 where a turn has none). The spans tile the arrays in order. Means the same as the JSON."
-                    ),
-                }
+                binary = {"type": "string", "format": "binary", "description": _SAFETENSORS}
                 messages["TrajectoryGroupSafetensors"] = _message(model, spec, SAFETENSORS_TYPE, binary)
     messages["DeadLetter"] = {
         "name": "DeadLetter",
@@ -153,9 +145,14 @@ def _schemas() -> dict[str, Any]:
     return {"CloudEventHeaders": _CLOUD_EVENT_HEADERS, "DeadLetterHeaders": _DEAD_LETTER_HEADERS, **schemas}
 
 
+_SAFETENSORS = (
+    'A safetensors file. `__metadata__["group"]` is the JSON of the group (schema TrajectoryGroup) in which every sampled turn has '
+    "`token_span: [start, stop)`; flat arrays over all turns: `token_ids` I32, `logprobs` F32 (NaN: missing), `policy_versions` I32 "
+    "(optional; -1 where a turn has none). The spans tile the arrays in order. Means the same as the JSON."
+)
 _CLOUD_EVENT_HEADERS: dict[str, Any] = {
     "type": "object",
-    "description": "CloudEvents 1.0, Kafka binding, binary mode. Values are UTF-8. Without `ce_type` a record is the topic's first message.",
+    "description": "CloudEvents 1.0, Kafka binding, binary mode; UTF-8. Without `ce_type` a record is the topic's first message.",
     "properties": {
         "ce_specversion": {"const": "1.0"},
         "ce_id": {"type": "string", "description": "Events that may repeat derive theirs, so that a subscriber can drop a repeat."},
@@ -173,12 +170,13 @@ _DEAD_LETTER_HEADERS: dict[str, Any] = {
         f"headrace-error-{name}": {"type": "string", "description": description}
         for name, description in (
             ("reason", "From the closed list of dead-letter reasons."),
+            ("path", "Path of the field at fault; empty for the whole record."),
+            ("detail", "What is wrong there, for people."),
             ("type", "Exception type."),
-            ("message", "Where and what, for people."),
             ("topic", "Source topic."),
             ("partition", "Source partition."),
             ("offset", "Source offset."),
-            ("time", "When it was found, ISO 8601, UTC."),
+            ("time", "Timestamp of the source record, milliseconds since 1970, UTC."),
         )
     },
 }
