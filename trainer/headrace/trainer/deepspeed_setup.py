@@ -17,6 +17,25 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def join_world() -> None:
+    """Import DeepSpeed (seconds) and make the world of one rank; once a process."""
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("LOCAL_RANK", "0")
+    import deepspeed  # noqa: PLC0415 - takes seconds, and reads the environment set above
+
+    for name in ("DeepSpeed", "deepspeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if torch.distributed.is_initialized():
+        return
+    # Said to be incompatible, the shared-memory operator is not compiled (see above); gloo does its work.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    # A store inside the process: one rank needs no port.
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # exported at run time only
+    deepspeed.init_distributed(backend, verbose=False)
+
+
 def start_engine(model: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> Any:  # noqa: ANN401 - deepspeed is untyped
     """A DeepSpeed engine over the model; it accumulates until `set_gradient_accumulation_boundary(True)`.
 
@@ -25,18 +44,8 @@ def start_engine(model: Any, optimizer: torch.optim.Optimizer, max_grad_norm: fl
         optimizer: Over those parameters.
         max_grad_norm: Clip.
     """
-    if not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ.setdefault("LOCAL_RANK", "0")
-    import deepspeed  # noqa: PLC0415 - takes seconds
+    import deepspeed  # noqa: PLC0415 - `join_world` imported it
 
-    _quiet()
-    if not torch.distributed.is_initialized():
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # exported at run time only
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-        deepspeed.init_distributed(backend, verbose=False)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -52,8 +61,3 @@ def start_engine(model: Any, optimizer: torch.optim.Optimizer, max_grad_norm: fl
         },
     )
     return engine
-
-
-def _quiet() -> None:
-    for name in ("DeepSpeed", "deepspeed"):
-        logging.getLogger(name).setLevel(logging.ERROR)

@@ -8,6 +8,7 @@ and still writes its files. Gives up: several ranks; several base models at once
 
 import hashlib
 import logging
+import math
 import os
 import platform
 import time
@@ -22,11 +23,11 @@ from headrace.core.errors import HeadraceError
 from headrace.schemas.state import Fingerprint
 from headrace.schemas.training import ModelSettings
 from headrace.trainer.advantages import batch_credits
-from headrace.trainer.deepspeed_setup import device, start_engine
+from headrace.trainer.deepspeed_setup import device, join_world, start_engine
 from headrace.trainer.forward import micro_batches, sampled_logprobs
 from headrace.trainer.loss import policy_loss
 from headrace.trainer.metrics import StepMetrics
-from headrace.trainer.model import adapt, isolates_packed_rows, load_base, trainable_parameters
+from headrace.trainer.model import RowLayout, adapt, load_base, row_layout, trainable_parameters
 from headrace.trainer.options import StepOptions, resolve
 from headrace.trainer.packing import PackedRows, pack
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
@@ -47,8 +48,7 @@ class _Loaded:
     optimizer: torch.optim.AdamW
     parameters: dict[str, torch.nn.Parameter]
     writer: WeightsWriter
-    packs: bool
-    """Packed rows are isolated; if not, every sequence gets a row of its own."""
+    layout: RowLayout
 
 
 class TrainingEngine:
@@ -61,8 +61,10 @@ class TrainingEngine:
     def __init__(self, threads: int = 0) -> None:
         self._threads = threads or os.cpu_count() or 1
         torch.set_num_threads(self._threads)
+        join_world()
         self._loaded: _Loaded | None = None
         self._resident: StateKey | None = None
+        self._preloaded: tuple[BaseSource, Any] | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step.
@@ -70,14 +72,26 @@ class TrainingEngine:
         Raises:
             HeadraceError: the base model or the snapshot can't be used, or the plan names a state that is neither resident nor given.
         """
+        try:
+            return self._run(plan)
+        except BaseException:
+            # Half a step leaves weights, moments and gradients that nobody knows: the next plan starts from files.
+            self._loaded = self._resident = None
+            raise
+
+    def _run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
         options = resolve(plan.config)
         loaded = self._at(plan)
-        self._resident = None  # whatever fails from here on leaves a state that nobody knows
         seed = seed_of(plan)
         torch.manual_seed(seed)
         prepared = time.perf_counter()
-        rows = pack(plan.groups, batch_credits(plan.groups, options.advantages), options.packed_sequence_length, alone=not loaded.packs)
+        rows = pack(
+            plan.groups,
+            batch_credits(plan.groups, options.advantages),
+            options.packed_sequence_length,
+            alone=loaded.layout is RowLayout.ALONE,
+        )
         metrics = StepMetrics(plan.groups, rows)
         packed = time.perf_counter()
         trained = rows.trainable_tokens > 0
@@ -110,8 +124,9 @@ class TrainingEngine:
         )
 
     def preload(self, base: BaseSource) -> None:
-        """Import what takes seconds, and read the base model's files once, so that the first step finds them in memory."""
-        load_base(base)
+        """Load a base model that the first plan will need; another base drops it."""
+        if self._loaded is None:
+            self._preloaded = (base, load_base(base))
 
     def fingerprint(self) -> Fingerprint:
         """The environment."""
@@ -138,16 +153,19 @@ class TrainingEngine:
             )
         if loaded is None or not fits or plan.state.step == 0:
             loaded = self._load(plan)
+        self._resident = None
         if plan.load_from is not None:
             load_state(Path(plan.load_from), plan.state, loaded.parameters, loaded.optimizer)
         return loaded
 
     def _load(self, plan: StepPlan) -> _Loaded:
         self._loaded = self._resident = None  # frees the memory of the former model first
+        preloaded, self._preloaded = self._preloaded, None
+        base = preloaded[1] if preloaded is not None and preloaded[0] == plan.base else load_base(plan.base)
         torch.manual_seed(plan.settings.seed)  # LoRA's first factor is random
-        model = adapt(load_base(plan.base), plan.settings).to(device())
-        packs = isolates_packed_rows(model)
-        if not packs:
+        model = adapt(base, plan.settings).to(device())
+        layout = row_layout(model)
+        if layout is RowLayout.ALONE:
             logger.warning("%s lets packed sequences see each other: every sequence gets a row of its own", plan.base.path)
         parameters = trainable_parameters(model)
         settings = plan.settings.optimizer
@@ -162,7 +180,7 @@ class TrainingEngine:
             optimizer=optimizer,
             parameters=parameters,
             writer=writer,
-            packs=packs,
+            layout=layout,
         )
         return self._loaded
 
@@ -171,7 +189,8 @@ class TrainingEngine:
         for group in loaded.optimizer.param_groups:
             group["lr"] = options.learning_rate
         batches = micro_batches(rows, device())
-        loaded.engine.train()
+        # Never in training mode: dropout would make the learner another policy than the sampler, and a replay depend on the packing.
+        loaded.engine.module.eval()
         for i, batch in enumerate(batches):
             loaded.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
             new_N, entropy_N = sampled_logprobs(loaded.engine, batch)
@@ -181,6 +200,8 @@ class TrainingEngine:
             metrics.add(new_N.detach(), entropy_N, batch.tokens, output, loss.detach())
             if i == len(batches) - 1:
                 metrics.grad_norm = _grad_norm(loaded.parameters)
+                if not math.isfinite(metrics.grad_norm):
+                    raise HeadraceError(f"the gradient is not finite (loss {metrics.loss}): the weights stay as they were")
             loaded.engine.step()
 
     @staticmethod

@@ -1,13 +1,11 @@
 """From packed rows to the learner's log-probabilities of the sampled tokens.
 
-Guarantees: full-softmax log-probabilities at temperature 1, computed in float32; only positions that predict a trainable token
-are kept. Rows go through the model in order, as many at a time as fit the token budget, so that the result does not depend on
-anything but the rows. Gives up: a vocabulary projection in chunks; where logits of all positions would be large, rows go one at a
-time and the model projects the needed positions only. Shapes: R rows of L tokens, N trainable tokens of a micro batch, V
-vocabulary.
+Guarantees: full-softmax log-probabilities at temperature 1, computed in float32; only positions that predict a trainable token go
+through the vocabulary projection. Rows go through the model in order, as many at a time as fit the token budget. Gives up: a
+vocabulary projection in chunks, so a micro batch holds N x V logits. Shapes: R rows of L tokens, N trainable tokens of a micro
+batch, V vocabulary.
 """
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +14,9 @@ import torch
 from headrace.trainer.loss import LossTokens
 from headrace.trainer.packing import PackedRows
 
-# Tokens in one forward pass (padding included) and logits kept at most: what a laptop's memory takes.
-TOKENS = 16_384
-LOGITS = 32 * 1024 * 1024
+# Tokens in one forward pass, padding included: their activations live until its backward. 2,048 tokens of a 135M model in float32 are
+# about 4 GiB. A longer row goes by itself.
+TOKENS = {"cpu": 2_048, "cuda": 16_384}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +32,9 @@ class MicroBatch:
     tokens: LossTokens
 
 
-def micro_batches(rows: PackedRows, device: torch.device, tokens: int = TOKENS) -> list[MicroBatch]:
-    """All rows, in order, a micro batch being as many as fit into `tokens` (at least one)."""
+def micro_batches(rows: PackedRows, device: torch.device, tokens: int | None = None) -> list[MicroBatch]:
+    """All rows, in order, a micro batch being as many as fit into `tokens` (at least one; None: the device's budget)."""
+    tokens = TOKENS[device.type] if tokens is None else tokens
     at_once = max(1, tokens // rows.token_ids_RL.shape[1])
     return [_micro_batch(rows, slice(first, first + at_once), device) for first in range(0, rows.rows, at_once)]
 
@@ -61,7 +60,7 @@ def _micro_batch(rows: PackedRows, chosen: slice, device: torch.device) -> Micro
 
 def sampled_logprobs(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401 - untyped model or engine
     """Log-probabilities (with gradient) and entropies (without) of the trainable tokens: float32[N] each."""
-    logits_NV = _logits(model, batch)
+    logits_NV = logits_at(model, batch.token_ids_RL, batch.position_ids_RL, batch.rows_N, batch.columns_N - 1)
     logprobs_NV = logits_NV.float().log_softmax(-1)
     targets_N = batch.token_ids_RL[batch.rows_N, batch.columns_N]
     new_N = logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
@@ -70,27 +69,23 @@ def sampled_logprobs(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch
     return new_N, entropy_N
 
 
-def _logits(model: Any, batch: MicroBatch) -> torch.Tensor:  # noqa: ANN401 - untyped model or engine
-    """Logits at the positions that predict the trainable tokens."""
-    inner = getattr(model, "module", model)
-    vocabulary = inner.get_output_embeddings().weight.shape[0]
-    rows, width = batch.token_ids_RL.shape
-    if rows * width * vocabulary <= LOGITS or not _projects_chosen(inner):
-        output = model(input_ids=batch.token_ids_RL, position_ids=batch.position_ids_RL, use_cache=False)
-        return output.logits[batch.rows_N, batch.columns_N - 1]  # type: ignore[no-any-return]  # untyped
-    parts = []
-    for row in range(rows):
-        columns = batch.columns_N[batch.rows_N == row] - 1
-        output = model(
-            input_ids=batch.token_ids_RL[row : row + 1],
-            position_ids=batch.position_ids_RL[row : row + 1],
-            use_cache=False,
-            logits_to_keep=columns,
-        )
-        parts.append(output.logits[0])
-    return torch.cat(parts)
+def logits_at(
+    model: Any,  # noqa: ANN401 - a transformers model or a DeepSpeed engine, untyped
+    token_ids_RL: torch.Tensor,
+    position_ids_RL: torch.Tensor,
+    rows_N: torch.Tensor,
+    columns_N: torch.Tensor,
+) -> torch.Tensor:
+    """Logits [N, V] at chosen positions of packed rows; the others are never projected to the vocabulary.
 
-
-def _projects_chosen(model: Any) -> bool:  # noqa: ANN401 - untyped model
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return "logits_to_keep" in inspect.signature(inner.forward).parameters
+    The positions are chosen right before the output projection, by a hook: the model's own forward then does whatever it does to logits
+    (soft caps, scales) on those alone. `logits_to_keep` of transformers takes the same columns of every row only.
+    """
+    head = getattr(model, "module", model).get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _module, inputs: (inputs[0][rows_N, columns_N][None], *inputs[1:]))
+    try:
+        # No attention mask and no cache: only then do position ids that restart keep sequences apart.
+        output = model(input_ids=token_ids_RL, position_ids=position_ids_RL, use_cache=False)
+    finally:
+        hook.remove()
+    return output.logits[0]  # type: ignore[no-any-return]  # untyped

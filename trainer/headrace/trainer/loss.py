@@ -41,8 +41,6 @@ class LossOutput:
 
     total: torch.Tensor
     """Sum over tokens of L_t w_t; the caller divides by the step's token count."""
-    log_ratio_N: torch.Tensor
-    """d before clamping; 0 where old is missing."""
     ratio_N: torch.Tensor
     """Of the chosen level, before caps, masks and clips."""
     clipped_N: torch.Tensor
@@ -61,6 +59,7 @@ def policy_loss(new_N: torch.Tensor, tokens: LossTokens, options: LossOptions) -
     old_N = new_N.detach() if options.recompute_old else torch.where(tokens.old_N.isnan(), new_N.detach(), tokens.old_N)
     # An infinite log-probability would make 0 * inf in the backward of the difference: bound it first, far beyond the clamp.
     d_N = new_N - old_N.clamp(min=-1e4, max=1e4)
+    bounded_d_N = d_N.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_N = _ratio(d_N, tokens.branches_N, options.level)
     used_N = ratio_N
     if options.negative_cap is not None:
@@ -69,7 +68,7 @@ def policy_loss(new_N: torch.Tensor, tokens: LossTokens, options: LossOptions) -
     if options.mask_prob_ratio:
         used_N = torch.where((used_N > low) & (used_N < high), used_N, torch.zeros_like(used_N))
     if options.kimi_k2_tau is not None:
-        advantages_N = advantages_N - options.kimi_k2_tau * d_N.detach()
+        advantages_N = advantages_N - options.kimi_k2_tau * bounded_d_N.detach()
     bounded_N = used_N.clamp(low, high)
     if options.kind == "ppo":
         loss_N = -torch.minimum(used_N * advantages_N, bounded_N * advantages_N)
@@ -81,7 +80,7 @@ def policy_loss(new_N: torch.Tensor, tokens: LossTokens, options: LossOptions) -
         behaviour_N = torch.where(tokens.old_N.isnan(), old_N, tokens.old_N)
         truncated_N = (old_N - behaviour_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().clamp(max=options.truncation_cap)
         loss_N = loss_N * truncated_N.detach()
-    return LossOutput(total=(loss_N * tokens.weights_N).sum(), log_ratio_N=d_N.detach(), ratio_N=ratio_N.detach(), clipped_N=clipped_N)
+    return LossOutput(total=(loss_N * tokens.weights_N).sum(), ratio_N=ratio_N.detach(), clipped_N=clipped_N)
 
 
 def _ratio(d_N: torch.Tensor, branches_N: torch.Tensor, level: str) -> torch.Tensor:

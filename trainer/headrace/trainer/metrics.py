@@ -3,11 +3,11 @@
 `loss` (sum over trainable tokens / their number), `policy_loss` (the same), `grad_norm` (before clipping), `learning_rate`;
 `reward_mean`, `reward_std` (population, over all trajectories of the batch, also of groups without variance);
 `ratio_mean/min/max` (of the loss's level, before clips), `clip_fraction`; `ess` (effective sample size over the number of tokens,
-(sum r)^2 / (N sum r^2)); `kl_behaviour` (k3 estimate of KL(behaviour || learner) on sampled tokens, mean of exp(d) - 1 - d:
-Schulman 2020, never negative); `entropy` (mean over trainable tokens), `probs_corr` (Pearson, of exp(old) and exp(new));
-`advantage_abs_mean`; `tokens`, `trainable_tokens`, `sequences`, `rows`, `fill` (share of packed positions that are no padding),
-`groups`, `trajectories`, `groups_zero_variance`, `exceptions`, `tokens_per_second` (through the update), `peak_memory_bytes`,
-`logprobs_missing` (trainable tokens without a behaviour log-probability).
+(sum r)^2 / (N sum r^2)); `kl_behaviour` (k3 estimate of KL(behaviour || learner), mean of exp(d) - 1 - d over the sampled tokens
+whose log-probability is known, d = new - old: Schulman 2020, never negative); `entropy` (mean over trainable tokens);
+`probs_corr` (Pearson, of exp(old) and exp(new)); `advantage_abs_mean`; `tokens`, `trainable_tokens`, `sequences`, `rows`, `fill`
+(share of packed positions that are no padding), `groups`, `trajectories`, `groups_zero_variance`, `exceptions`,
+`tokens_per_second` (through the update), `peak_memory_bytes`, `logprobs_missing` (trainable tokens without one).
 """
 
 import math
@@ -46,7 +46,6 @@ class StepMetrics:
             "new": new_N,
             "old": tokens.old_N,
             "entropy": entropy_N,
-            "d": output.log_ratio_N.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND),
             "ratio": output.ratio_N,
             "clipped": output.clipped_N,
             "advantage": tokens.advantages_N,
@@ -85,8 +84,9 @@ class StepMetrics:
 
     def _token_metrics(self) -> dict[str, float]:
         all_N = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]}
-        ratio_N, d_N = all_N["ratio"], all_N["d"]
+        ratio_N = all_N["ratio"]
         known_N = ~all_N["old"].isnan()
+        d_N = (all_N["new"] - all_N["old"])[known_N].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         return {
             "ratio_mean": float(ratio_N.mean()),
             "ratio_min": float(ratio_N.min()),

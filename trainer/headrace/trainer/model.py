@@ -1,11 +1,12 @@
 """Loading a base model, and the proof that packed rows do not see each other in it.
 
-Guarantees: any Hugging Face causal LM folder (or GGUF file in one) is a base model, in float32; `isolates_packed_rows` compares
-packed with alone on the loaded model itself. Known trap: rows are isolated only with `attention_mask=None`, `use_cache=False` and
+Guarantees: any Hugging Face causal LM folder (or GGUF file in one) is a base model, in float32; `row_layout` compares packed with
+alone on the loaded model itself. Known trap: rows are isolated only with `attention_mask=None`, `use_cache=False` and
 position ids that restart; with an all-ones mask logits are silently wrong by 0.2. Gives up: code from the folder
 (`trust_remote_code`).
 """
 
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from headrace.core.errors import HeadraceError
 from headrace.schemas.training import LoraSettings, ModelSettings
+from headrace.trainer.forward import logits_at
 from headrace.trainer.plan import BaseSource
 
 TOLERANCE = 1e-3
@@ -49,10 +51,13 @@ def adapt(model: Any, settings: ModelSettings) -> Any:  # noqa: ANN401 - a trans
 
     lora: LoraSettings = settings.lora
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    return get_peft_model(
+    adapted = get_peft_model(
         model,
         LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets, bias="none", task_type="CAUSAL_LM"),
     )
+    # The catalogue's name, not this machine's folder: equal training gives equal files on every machine.
+    adapted.peft_config["default"].base_model_name_or_path = settings.base_model
+    return adapted
 
 
 def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:  # noqa: ANN401 - a transformers model, untyped
@@ -60,21 +65,45 @@ def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:  # noqa: 
     return {name: parameter for name, parameter in sorted(model.named_parameters()) if parameter.requires_grad}
 
 
+class RowLayout(Enum):
+    """How many sequences a row may hold."""
+
+    PACKED = "packed"
+    ALONE = "alone"
+    """One: the model lets packed sequences see each other."""
+
+
 @torch.no_grad()
-def isolates_packed_rows(model: Any) -> bool:  # noqa: ANN401 - a transformers model, untyped
-    """Whether sequences packed into one row get the logits that each gets alone (the start-up self-test)."""
+def row_layout(model: Any) -> RowLayout:  # noqa: ANN401 - a transformers model, untyped
+    """The start-up self-test: whether sequences that share a row get the logits that each gets alone, and if not, whether a sequence is at
+    least untouched by what stands behind it.
+
+    Raises:
+        BaseModelError: not even that: the model can't be trained on rows.
+    """
     device = next(model.parameters()).device
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randint(0, vocabulary, (n,), generator=generator) for n in (7, 11, 5)]
 
-    def logits(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        output = model(input_ids=tokens[None].to(device), position_ids=positions[None].to(device), use_cache=False)
-        return output.logits[0].float().cpu()  # type: ignore[no-any-return]  # untyped
+    def logits(rows: list[torch.Tensor], positions: torch.Tensor, wanted: int) -> torch.Tensor:
+        tokens_RL, positions_RL = torch.stack(rows).to(device), positions.expand(len(rows), -1).to(device)
+        chosen_RL = torch.zeros(tokens_RL.shape, dtype=torch.bool, device=device)
+        chosen_RL[:, :wanted] = True
+        return logits_at(model, tokens_RL, positions_RL, *chosen_RL.nonzero(as_tuple=True)).float().cpu()
 
-    was_training = model.training
-    model.eval()
-    alone = torch.cat([logits(part, torch.arange(len(part))) for part in parts])
-    packed = logits(torch.cat(parts), torch.cat([torch.arange(len(part)) for part in parts]))
-    model.train(was_training)
-    return bool((alone - packed).abs().max() <= TOLERANCE * max(1.0, float(alone.abs().max())))
+    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+        return bool((a - b).abs().max() <= TOLERANCE * max(1.0, float(a.abs().max())))
+
+    try:
+        alone = torch.cat([logits([part], torch.arange(len(part)), len(part)) for part in parts])
+        row, restarting = torch.cat(parts), torch.cat([torch.arange(len(part)) for part in parts])
+        # Two rows, so that rows are proved not to see each other either.
+        if same(logits([row, row.flip(0)], restarting, len(row))[: len(row)], alone):
+            return RowLayout.PACKED
+        first = len(parts[0])
+        if same(logits([row], torch.arange(len(row)), first), alone[:first]):
+            return RowLayout.ALONE
+    except (TypeError, AttributeError) as error:
+        raise BaseModelError(f"the base model can't be trained on rows with position ids: {type(error).__name__}: {error}") from error
+    raise BaseModelError("the base model is not causal: a sequence's logits change with the tokens behind it, so it can't be trained")

@@ -2,8 +2,8 @@
 
 Guarantees: no row over `capacity` tokens; every sequence in exactly one row; equal input gives an equal plan, whose digest names
 it. Gives up: shared prefixes (each sequence stands whole), and optimality: first-fit decreasing is within 11/9 OPT + 6/9 rows
-(Dósa 2007). Shapes: R rows, L tokens of a row (the longest row's length), S sequences. Positions restart at 0 with each sequence
-and with the padding, which is how the model tells them apart; padding has branch -1 and is never trainable.
+(Dósa 2007). Shapes: R rows, L tokens of a row (the longest row's length), S sequences. Positions restart at 0 with each sequence,
+which is how the model tells them apart; padding has branch -1 and is never trainable.
 """
 
 import hashlib
@@ -126,5 +126,7 @@ def pack(groups: Sequence[TokenizedGroup], credited: Sequence[Credit], capacity:
             packed.advantages_RL[here] = np.where(sequence.trainable, credit.advantage, 0.0)
             packed.weights_RL[here] = np.where(sequence.trainable, credit.weight, 0.0)
             at += len(sequence)
-        packed.position_ids_RL[r, at:] = np.arange(width - at)
+        # Padding goes on from the last sequence: it comes after everything and nobody reads it, and rows of one sequence each then
+        # need no mask at all. Bounded, because a model may have no more positions than its longest sequence.
+        packed.position_ids_RL[r, at:] = np.minimum(packed.position_ids_RL[r, at - 1] + 1 + np.arange(width - at), longest - 1)
     return packed

@@ -1,8 +1,9 @@
 """The process that owns the device: plans go in through a pipe, results come out.
 
 Guarantees: a step that raises fails that step (`StepFailedError`, with the traceback), a process that ends fails it too
-(`RankDiedError`); the process ends with its parent, however that ends; it leaves SIGINT and SIGTERM of a terminal's process group
-to the parent. Gives up: thread safety; one call at a time.
+(`RankDiedError`); the process ends with its parent, however that ends; it never sees the SIGINT of a terminal's process group, which
+is the parent's to judge. Gives up: thread safety (one call at a time), and starting from a short-lived thread: on Linux the rank
+ends with the thread that started it.
 """
 
 import contextlib
@@ -62,7 +63,12 @@ class RankProcess:
 
     def start(self) -> None:
         """Start it; returns at once. Its imports (seconds) overlap with whatever the caller does next."""
-        self._process.start()
+        # The child inherits the mask: a Ctrl-C during its first imports would end it before it can ignore the signal.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._theirs.close()
 
     def preload(self, base: BaseSource) -> None:

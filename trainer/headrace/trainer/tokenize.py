@@ -191,8 +191,8 @@ def _gguf(base: BaseSource) -> dict[str, str]:
 
 
 def _ids(values: list[int]) -> npt.NDArray[np.int32]:
-    """As int32; what does not fit stays out of every vocabulary."""
-    return np.clip(np.array(values, dtype=object), -1, 2**31 - 1).astype(np.int32) if values else np.empty(0, np.int32)
+    """As int32; what does not fit becomes -1, which is in no vocabulary."""
+    return np.fromiter((value if 0 <= value < 2**31 else -1 for value in values), np.int32, len(values))
 
 
 def _usable(drawn: SampledTokens, *, allow_text: bool) -> bool:

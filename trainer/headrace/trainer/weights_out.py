@@ -51,7 +51,8 @@ class WeightsWriter:
         if self.format == "lora":
             from peft import get_peft_model_state_dict  # noqa: PLC0415 - takes seconds
 
-            found = get_peft_model_state_dict(self._model)
+            # Embeddings are never part of an adapter here; asking peft to find out makes it look for the base model on the network.
+            found = get_peft_model_state_dict(self._model, save_embedding_layers=False)
         else:
             found = self._model.state_dict()
             for tied in getattr(self._model, "_tied_weights_keys", None) or ():
