@@ -14,6 +14,7 @@ from headrace.cli import config, models, topics
 from headrace.cli.demo import demo
 from headrace.cli.docs import docs
 from headrace.cli.doctor import doctor
+from headrace.cli.produce import produce
 from headrace.cli.up import up
 from headrace.cli.worker import worker
 from headrace.core.errors import HeadraceError
@@ -30,6 +31,7 @@ app.command()(doctor)
 app.add_typer(topics.app, name="topics")
 app.add_typer(models.app, name="models")
 app.add_typer(config.app, name="config")
+app.command()(produce)
 app.command()(worker)
 app.command()(demo)
 

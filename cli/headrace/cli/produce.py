@@ -1,0 +1,127 @@
+"""`headrace produce FILE.jsonl`: groups from a file into the log, one a line."""
+
+import asyncio
+import logging
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from headrace.producers import TrajectoryProducer
+    from headrace.producers.jsonl import GoodLine
+    from headrace.producers.producer import Delivery
+
+
+def produce(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="One JSON group a line; `-` reads standard input.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="Id, or name in the project.")],
+    project: Annotated[str, typer.Option("--project", "-p", help="Project of the model.")] = "default",
+    job: Annotated[
+        bool, typer.Option("--job", help="Ask for one training step on exactly these groups; nothing is sent if a line is bad.")
+    ] = False,
+    job_id: Annotated[str | None, typer.Option(help="Id of the job; sending it again with the same id and file is safe.")] = None,
+) -> None:
+    """Send groups from a file. Bad lines are named and left out; the exit code is then 1."""
+    from rich.console import Console  # noqa: PLC0415  (`headrace --help` does not wait for it)
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn  # noqa: PLC0415
+
+    from headrace.core import models  # noqa: PLC0415
+    from headrace.core.settings import Settings  # noqa: PLC0415
+    from headrace.producers import TrajectoryProducer  # noqa: PLC0415
+
+    if file != "-" and not Path(file).is_file():
+        raise typer.BadParameter(f"{file} is no file", param_hint="FILE")
+    logging.getLogger("headrace.producers").setLevel(logging.CRITICAL)  # each failure is printed with its line instead
+    settings = Settings()
+    try:
+        model_id = str(uuid.UUID(model))
+    except ValueError:
+        model_id = models.model_id_of(settings.account, project, model)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+
+    async def run() -> _Sender:
+        await models.get_model(settings, model_id)  # a group for a model that nobody knows would end as a dead letter
+        async with TrajectoryProducer(settings, model_id=model_id) as producer:
+            sender = _Sender(producer, progress)
+            await sender.send_all(stream, size, job=job, job_id=job_id)
+            return sender
+
+    size = None if file == "-" else Path(file).stat().st_size
+    with progress, nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
+        sender = asyncio.run(run())
+    if sender.job_id is not None:
+        typer.echo(f"job {sender.job_id}")
+    typer.echo(f"sent {sender.sent}, bad {sender.bad}, failed {sender.failed}")
+    if sender.bad or sender.failed:
+        if job:
+            typer.echo("the job was not submitted", err=True)
+        raise typer.Exit(1)
+
+
+class _Sender:
+    """Sends lines and keeps count. Each failure is printed with its line when it happens."""
+
+    def __init__(self, producer: "TrajectoryProducer", progress: "Progress") -> None:
+        self._producer = producer
+        self._progress = progress
+        self.sent = self.bad = self.failed = 0
+        self.job_id: str | None = None
+
+    async def send_all(self, stream: BinaryIO, size: int | None, *, job: bool, job_id: str | None) -> None:
+        """Every line; the groups of a job are held until the last line is read."""
+        from headrace.producers import DeliveryError, InvalidGroupError  # noqa: PLC0415
+
+        bar = self._progress.add_task("sending", total=size)
+        held = []
+        async for line in self._good_lines(stream, bar):
+            if job:
+                held.append(line)
+                continue
+            try:
+                delivery = await self._producer.submit(line.group)
+            except InvalidGroupError as error:
+                self._say_bad(line.number, str(error))
+            else:
+                delivery.add_done_callback(partial(self._delivered, line.number))
+        await self._producer.flush()
+        if job and not self.bad:
+            try:
+                self.job_id = await self._producer.submit_job([line.group for line in held], job_id=job_id)
+                self.sent = len(held)
+            except (InvalidGroupError, DeliveryError) as error:
+                self.failed = len(held)
+                self._progress.console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+
+    async def _good_lines(self, stream: BinaryIO, bar: "TaskID") -> "AsyncIterator[GoodLine]":
+        from headrace.producers.jsonl import BadLine, read_groups  # noqa: PLC0415
+
+        lines = read_groups(stream)
+        while (line := await asyncio.to_thread(next, lines, None)) is not None:
+            self._progress.update(bar, completed=line.end)
+            if isinstance(line, BadLine):
+                self._say_bad(line.number, f"{line.path}: {line.detail}" if line.path else line.detail)
+            else:
+                yield line
+
+    def _delivered(self, number: int, delivery: "Delivery") -> None:
+        if error := delivery.exception():
+            self.failed += 1
+            self._print(number, str(error))
+        else:
+            self.sent += 1
+
+    def _say_bad(self, number: int, why: str) -> None:
+        self.bad += 1
+        self._print(number, why)
+
+    def _print(self, number: int, why: str) -> None:
+        self._progress.console.print(f"line {number}: {why}", markup=False, highlight=False, soft_wrap=True)

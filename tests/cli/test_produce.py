@@ -1,0 +1,105 @@
+"""`headrace produce`: good lines are sent, bad lines are named, a job is all or nothing."""
+
+import asyncio
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from tests.producers.conftest import make_group, read_topic
+
+from headrace.schemas.codec import SAFETENSORS_TYPE, decode_group
+from headrace.schemas.envelope import header_text
+
+Headrace = Callable[..., Any]
+BAD_LINES = {
+    2: b"{",
+    4: b'{"trajectories": [{"reward": NaN}]}',
+    6: b'{"trajectories": [{"reward": "high"}]}',
+    8: b'{"trajectories": []}',
+}
+
+
+@pytest.fixture
+def environment(kafka: str, topic_prefix: str, headrace: Headrace) -> dict[str, str]:
+    """Settings of a cluster with topics and a model `agent`."""
+    settings = {
+        "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": kafka,
+        "HEADRACE_TOPICS__PREFIX": topic_prefix,
+        "HEADRACE_TOPICS__PARTITIONS": "4",
+        "HEADRACE_BASE_MODELS": '{"tiny": {"path": "/m"}}',
+    }
+    assert headrace("topics", "apply", **settings).code == 0
+    assert headrace("models", "create", "agent", "--base-model", "tiny").code == 0
+    return settings
+
+
+def lines(bad: dict[int, bytes] | None = None) -> bytes:
+    bad = bad or {}
+    good = make_group().model_dump_json().encode()
+    return b"\n".join([*(bad.get(number, good) for number in range(1, 10)), b"", b"   "])
+
+
+def records(environment: dict[str, str]) -> list[Any]:
+    topic = f"{environment['HEADRACE_TOPICS__PREFIX']}trajectory-groups"
+    return asyncio.run(read_topic(environment["HEADRACE_KAFKA__BOOTSTRAP_SERVERS"], topic))
+
+
+def test_bad_lines_are_named_with_field_and_reason_and_the_others_are_sent(headrace: Headrace, environment: dict[str, str], tmp_path: Path):
+    (tmp_path / "groups.jsonl").write_bytes(lines(BAD_LINES))
+    ran = headrace("produce", "groups.jsonl", "--model", "agent")
+    assert ran.code == 1
+    assert ran.out.splitlines() == ["sent 5, bad 4, failed 0"]
+    said = [line for line in ran.err.splitlines() if line.startswith("line ")]
+    assert [line.partition(":")[0] for line in said] == ["line 2", "line 4", "line 6", "line 8"]
+    for line, expected in zip(said, ["not JSON", "trajectories[0].reward: NaN", "trajectories[0].reward: ", "trajectories: "], strict=True):
+        assert expected in line
+    assert len(records(environment)) == 5
+
+
+def test_a_file_without_bad_lines_ends_with_success(headrace: Headrace, environment: dict[str, str], tmp_path: Path):
+    group = make_group(group_id="mine")
+    (tmp_path / "groups.jsonl").write_bytes(group.model_dump_json().encode())
+    ran = headrace("produce", "groups.jsonl", "--model", "agent")
+    assert (ran.code, ran.out.strip()) == (0, "sent 1, bad 0, failed 0")
+    (record,) = records(environment)
+    assert decode_group(record.value, SAFETENSORS_TYPE).group.group_id == "mine"
+
+
+def test_standard_input_is_a_file_too(headrace: Headrace, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines())))
+    assert headrace("produce", "-", "--model", "agent").out.strip() == "sent 9, bad 0, failed 0"
+    assert len(records(environment)) == 9
+
+
+def test_a_job_is_sent_as_a_whole(headrace: Headrace, environment: dict[str, str], tmp_path: Path):
+    (tmp_path / "groups.jsonl").write_bytes(lines())
+    ran = headrace("produce", "groups.jsonl", "--model", "agent", "--job", "--job-id", "j")
+    assert ran.code == 0
+    assert ran.out.splitlines() == ["job j", "sent 9, bad 0, failed 0"]
+    *_groups, job = records(environment)
+    assert header_text(job.headers)["ce_type"] == "headrace.training-job.v1"
+    assert len(orjson.loads(job.value)["group_ids"]) == 9
+
+
+def test_a_job_with_a_bad_line_sends_nothing(headrace: Headrace, environment: dict[str, str], tmp_path: Path):
+    (tmp_path / "groups.jsonl").write_bytes(lines({3: b"{"}))
+    ran = headrace("produce", "groups.jsonl", "--model", "agent", "--job")
+    assert ran.code == 1
+    assert "the job was not submitted" in ran.err
+    assert records(environment) == []
+
+
+def test_a_model_that_nobody_knows_is_refused_before_anything_is_sent(headrace: Headrace, environment: dict[str, str], tmp_path: Path):
+    (tmp_path / "groups.jsonl").write_bytes(lines())
+    ran = headrace("produce", "groups.jsonl", "--model", "nobody")
+    assert ran.code == 1
+    assert "model" in ran.err
+    assert records(environment) == []
+
+
+def test_a_file_that_is_not_there_is_wrong_usage(headrace: Headrace):
+    assert headrace("produce", "nothing.jsonl", "--model", "m").code == 2
