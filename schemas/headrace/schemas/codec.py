@@ -13,7 +13,6 @@ beyond float32; big-endian hosts; tensors of other names in a foreign file.
 import struct
 import sys
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from headrace.schemas.parsing import check_finite, load_json, shown, validate, w
 from headrace.schemas.reasons import DeadLetterReason as Reason
 from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.schemas.turns import SampledTokens, carried, lift, raw_choices
+from headrace.schemas.writing import write_group
 
 JSON_TYPE = "application/json"
 SAFETENSORS_TYPE = "application/vnd.headrace.group+safetensors"
@@ -76,13 +76,16 @@ def encode_json(group: SampledGroup) -> bytes:
     Raises:
         CodecError: the group holds something that JSON can't, or tokens both in its JSON and in `turns`.
     """
-    raw = _dump(group)
-    for choice, turn in _choices(raw, group):
-        choice["token_ids"] = turn.token_ids.tolist()
-        choice["token_logprobs"] = turn.logprobs.tolist()  # NaN becomes null, which means missing here
+    beside: list[dict[str, Any] | None] = []
+    for turn in group.turns:
+        if turn is None:
+            beside.append(None)
+            continue
+        fields: dict[str, Any] = {"token_ids": turn.token_ids.tolist(), "token_logprobs": turn.logprobs.tolist()}  # NaN becomes null
         if turn.policy_versions is not None:
-            choice["policy_versions"] = turn.policy_versions.tolist()
-    return write_json(raw)
+            fields["policy_versions"] = turn.policy_versions.tolist()
+        beside.append(fields)
+    return write_group(group.group, beside)
 
 
 def encode_safetensors(group: SampledGroup) -> bytes:
@@ -91,11 +94,14 @@ def encode_safetensors(group: SampledGroup) -> bytes:
     Raises:
         CodecError: the group holds something that JSON can't, or tokens both in its JSON and in `turns`.
     """
-    raw = _dump(group)
     start = 0
-    for choice, turn in _choices(raw, group):
-        choice["token_span"] = (start, start + len(turn))
-        start += len(turn)
+    beside: list[dict[str, Any] | None] = []
+    for turn in group.turns:
+        if turn is None:
+            beside.append(None)
+        else:
+            beside.append({"token_span": (start, start + len(turn))})
+            start += len(turn)
     turns = [turn for turn in group.turns if turn is not None]
     arrays: list[tuple[str, str, list[Any]]]
     arrays = [("token_ids", "I32", [turn.token_ids for turn in turns]), ("logprobs", "F32", [turn.logprobs for turn in turns])]
@@ -103,35 +109,12 @@ def encode_safetensors(group: SampledGroup) -> bytes:
         unknown = array("i", [-1])
         versions = [memoryview(unknown * len(turn)) if turn.policy_versions is None else turn.policy_versions for turn in turns]
         arrays.append(("policy_versions", "I32", versions))
-    header: dict[str, Any] = {"__metadata__": {"group": write_json(raw).decode()}}
+    header: dict[str, Any] = {"__metadata__": {"group": write_group(group.group, beside).decode()}}
     for i, (name, dtype, _views) in enumerate(arrays):
         header[name] = {"dtype": dtype, "shape": [start], "data_offsets": [4 * start * i, 4 * start * (i + 1)]}
     text = write_json(header)
     text += b" " * (-len(text) % 8)  # readers map the arrays: keep them aligned
     return b"".join([struct.pack("<Q", len(text)), text, *(view for _name, _dtype, views in arrays for view in views)])
-
-
-def _dump(group: SampledGroup) -> dict[str, Any]:
-    check_finite(group.group)  # before the dump, which turns NaN into None
-    try:
-        return group.group.model_dump(mode="json")
-    except (PydanticSerializationError, ValueError, RecursionError) as error:
-        raise CodecError(Reason.INVALID_SCHEMA, "", f"the group holds a value without a JSON form: {error}") from None
-
-
-def _choices(raw: dict[str, Any], group: SampledGroup) -> Iterator[tuple[dict[str, Any], SampledTokens]]:
-    """Each dumped choice that has a turn, with it."""
-    choices = [*raw_choices(raw)]
-    if len(choices) != len(group.turns):
-        detail = f"{len(choices)} choices but {len(group.turns)} turns (a choice has no `role` of its own)"
-        raise CodecError(Reason.SPAN_MISMATCH, "", detail)
-    for (choice, path), turn in zip(choices, group.turns, strict=True):
-        said = carried(choice)
-        if said is not None and (turn is not None or said != "logprobs"):
-            detail = "the tokens stand in `turns` already: use `sampled(group)` or leave them out"
-            raise CodecError(Reason.INVALID_SCHEMA, f"{path}.{said}", detail)
-        if turn is not None:
-            yield choice, turn
 
 
 def _from_raw(raw: Any) -> SampledGroup:  # noqa: ANN401 - raw JSON

@@ -63,6 +63,8 @@ class WeightsApplied(Record):
     digest: str
     base_url: str | None = None
     deployment: str | None = None
+    reported: str | None = None
+    """What the engine itself says it serves: a version or a checksum."""
     seconds: float = Field(ge=0)
     """From the record's arrival to the swap."""
     applied_at: datetime = Field(default_factory=utc_now)
