@@ -11,9 +11,8 @@ import random
 import sys
 from contextlib import aclosing
 
-from headrace.consumers.weight_subscriber import WeightSubscriber
-
-from headrace.consumers.local_engine import LocalEngine
+from headrace.consumers import LocalEngine, LocalEngineAdapter, WeightSubscriber
+from headrace.consumers.adapters import LocalEngineAdapter
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
 from headrace.core.reading import follow
@@ -43,7 +42,7 @@ async def run_agent(config: AgentConfig, settings: Settings) -> None:
 
     async with (
         TrajectoryProducer(settings, model_id=config.model_id, source=config.name) as producer,
-        WeightSubscriber(settings, engine, model_id=config.model_id, engine_id=config.name, on_applied=applied),
+        WeightSubscriber(settings, LocalEngineAdapter(engine), model_id=config.model_id, engine_id=config.name, on_applied=applied),
         asyncio.TaskGroup() as tasks,
     ):
         tasks.create_task(_give_back_refused(config, settings, gate, mine))
