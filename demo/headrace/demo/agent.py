@@ -12,7 +12,6 @@ import sys
 from contextlib import aclosing
 
 from headrace.consumers import LocalEngine, LocalEngineAdapter, WeightSubscriber
-from headrace.consumers.adapters import LocalEngineAdapter
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
 from headrace.core.reading import follow
