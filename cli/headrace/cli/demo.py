@@ -10,7 +10,7 @@ from rich.console import Console
 
 from headrace.core.settings import Settings
 
-_STEPS = {"vault": 110, "smollm2": 3}
+_STEPS = {"vault": 100, "smollm2": 3}
 
 
 class Model(StrEnum):
@@ -23,7 +23,7 @@ class Model(StrEnum):
 def demo(  # noqa: PLR0917 - typer passes them by name
     model: Annotated[Model, typer.Option(help="vault: a tiny model learns to use a tool; smollm2: LoRA on a real one.")] = Model.VAULT,
     seed: Annotated[int, typer.Option(min=0, help="Of base model, agents and training.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; 110 for vault, 3 for smollm2.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; 100 for vault, 3 for smollm2.")] = None,
     lag: Annotated[int, typer.Option(min=0, help="Policy versions that a rollout may be behind when it is trained on.")] = 1,
     bootstrap_servers: Annotated[str | None, typer.Option(help="A Kafka to use; otherwise the configured one, or one is started.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the figure.")] = Path(),

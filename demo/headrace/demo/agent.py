@@ -41,10 +41,18 @@ async def run_agent(config: AgentConfig, settings: Settings) -> None:
 
     async with (
         TrajectoryProducer(settings, model_id=config.model_id, source=config.name) as producer,
-        WeightSubscriber(settings, LocalEngineAdapter(engine), model_id=config.model_id, engine_id=config.name, on_applied=applied),
+        WeightSubscriber(
+            settings,
+            LocalEngineAdapter(engine),
+            model_id=config.model_id,
+            engine_id=config.name,
+            cache_dir=Path(config.cache_dir),
+            on_applied=applied,
+        ) as weights,
         asyncio.TaskGroup() as tasks,
     ):
         tasks.create_task(_give_back_refused(config, settings, gate, mine))
+        tasks.create_task(weights.wait_for(sys.maxsize))  # raises what ends the subscriber: without weights the gate would stay shut
         gate.observe(engine.policy_version)
         while True:
             await gate.acquire()

@@ -12,6 +12,8 @@ class AgentConfig(Record):
     task: Literal["vault", "smollm2"]
     model_id: str
     base_path: str
+    cache_dir: str
+    """Where it downloads weights to."""
     groups_per_step: int
     share: float
     """Of the groups of a step that this agent samples."""

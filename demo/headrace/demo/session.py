@@ -165,6 +165,7 @@ class Session:
             task=self._options.model,
             model_id=model_id,
             base_path=settings.base_models[BASE_MODEL].path,
+            cache_dir=str(settings.worker.work_dir.parent / f"agent-{index + 1}"),
             groups_per_step=self._options.model_settings.batch.groups_per_step,
             share=1 / AGENTS,
             rollouts=self._options.rollouts,
