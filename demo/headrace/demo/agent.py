@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 from contextlib import aclosing
+from pathlib import Path
 
 from headrace.consumers import LocalEngine, LocalEngineAdapter, WeightSubscriber
 from headrace.core.kafka import client_options
