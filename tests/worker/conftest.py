@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -19,37 +21,53 @@ from headrace.core.topic_admin import apply
 from headrace.schemas.training import BatchPolicy, ModelSettings, OptimizerSettings, TrainConfig
 
 
-@pytest.fixture
-async def settings(kafka: str, topic_prefix: str, tmp_path: Path, tiny_model: Path) -> Settings:
-    """Settings of a worker with two lanes and one base model, its topics made."""
-    found = Settings(
+def settings_of(kafka: str, prefix: str, folder: Path, base: Path) -> Settings:
+    """Settings of a worker with two lanes and one base model."""
+    return Settings(
         kafka=KafkaSettings(bootstrap_servers=kafka),
-        topics=TopicSettings(prefix=topic_prefix, partitions=2),
-        store=StoreSettings(url=f"file://{tmp_path}/store"),
+        topics=TopicSettings(prefix=prefix, partitions=2),
+        store=StoreSettings(url=f"file://{folder}/store"),
         worker=WorkerSettings(
-            work_dir=tmp_path / "work",
+            work_dir=folder / "work",
             threads=1,
             refusal_linger_seconds=0.05,
             session_timeout_ms=6000,
             heartbeat_interval_ms=500,
         ),
-        base_models={"tiny": BaseModelEntry(path=str(tiny_model))},
+        base_models={"tiny": BaseModelEntry(path=str(base))},
     )
-    await apply(found)
-    return found
 
 
 @pytest.fixture
-async def model(settings: Settings) -> ModelView:
+def settings(kafka: str, topic_prefix: str, tmp_path: Path, tiny_model: Path) -> Settings:
+    """Topics of its own, made, with no worker on them yet."""
+    found = settings_of(kafka, topic_prefix, tmp_path, tiny_model)
+    asyncio.run(apply(found))
+    return found
+
+
+@pytest.fixture(scope="session")
+def shared(kafka: str, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Settings]:
+    """Topics with a running worker that many tests share, each with a model of its own: a worker takes seconds to start."""
+    folder = tmp_path_factory.mktemp("shared-worker")
+    found = settings_of(kafka, f"shared{uuid.uuid4().hex[:8]}.", folder, tiny_model)
+    asyncio.run(apply(found))
+    worker = WorkerProcess(found, folder / "worker.log")
+    yield found
+    assert worker.stop() == 0, (folder / "worker.log").read_text()[-4000:]
+    worker.close()
+
+
+async def learner(settings: Settings, name: str = "learner", **batch: object) -> ModelView:
     """A model that trains all parameters, two groups a step."""
     return await create_model(
         settings,
         project="tests",
-        name="learner",
+        name=name,
         model=ModelSettings(
             base_model="tiny",
             adaptation="full",
-            batch=BatchPolicy(groups_per_step=2),
+            batch=BatchPolicy.model_validate({"groups_per_step": 2, **batch}),
             train=TrainConfig(learning_rate=1e-3),
             optimizer=OptimizerSettings(max_grad_norm=1.0),
         ),
@@ -106,10 +124,12 @@ def start_worker(settings: Settings, tmp_path: Path) -> Iterator[object]:
         print(log.read_text()[-8000:])  # noqa: T201 - pytest shows it with a failure
 
 
-@pytest.fixture
-async def following(settings: Settings) -> AsyncIterator[Following]:
-    """A read_committed subscriber of everything that workers write."""
-    found = Following(client_options(settings.kafka, "test-following"), settings.topic_names)
+@asynccontextmanager
+async def following(settings: Settings, model_id: str | None = None) -> AsyncIterator[Following]:
+    """A read_committed subscriber of what workers write: all of it, or what one model is about."""
+    found = Following(client_options(settings.kafka, "test-following"), settings.topic_names, model_id)
     await found.start()
-    yield found
-    await asyncio.shield(found.stop())
+    try:
+        yield found
+    finally:
+        await asyncio.shield(found.stop())

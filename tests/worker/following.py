@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import TypeVar
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 from headrace.core.kafka import ClientOptions
 from headrace.core.topic_metadata import partition_count
 from headrace.schemas.envelope import header_text, open_record, record_models
+from headrace.schemas.state import ModelState
 from headrace.schemas.topics import Topics
 
 M = TypeVar("M", bound=BaseModel)
@@ -18,7 +20,8 @@ M = TypeVar("M", bound=BaseModel)
 class Following:
     """Records by type, as they come."""
 
-    def __init__(self, options: ClientOptions, topics: Topics) -> None:
+    def __init__(self, options: ClientOptions, topics: Topics, model_id: str | None = None) -> None:
+        self._model_id = model_id
         self._options = options
         self._topics = topics
         self._consumer = AIOKafkaConsumer(
@@ -57,13 +60,17 @@ class Following:
         await self._wait(lambda: len(self.of(kind)) >= count, f"{count} of {kind.__name__}", seconds)
         return self.of(kind)
 
+    async def until_state(self, fits: Callable[[ModelState], bool], seconds: float = 120) -> ModelState:
+        """Wait for a model's state."""
+        await self._wait(lambda: any(fits(state) for state in self.of(ModelState)), "such state", seconds)
+        return [state for state in self.of(ModelState) if fits(state)][-1]
+
     async def until_dead_letters(self, count: int, seconds: float = 120) -> list[ConsumerRecord]:
         """Wait until there are `count` dead letters."""
         await self._wait(lambda: len(self.dead_letters) >= count, f"{count} dead letters", seconds)
         return self.dead_letters
 
-    async def _wait(self, done: object, what: str, seconds: float) -> None:
-        assert callable(done)
+    async def _wait(self, done: Callable[[], bool], what: str, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
                 while not done():
@@ -76,8 +83,11 @@ class Following:
         for partition, records in (await self._consumer.getmany(timeout_ms=200)).items():
             for record in records:
                 if partition.topic == self._topics.dead_letters:
-                    self.dead_letters.append(record)
-                else:
-                    headers = header_text(record.headers)
+                    if self._model_id is None or record.key == self._model_id.encode():
+                        self.dead_letters.append(record)
+                    continue
+                headers = header_text(record.headers)
+                opened = open_record(record.value, headers, record_models())
+                if self._model_id is None or getattr(opened, "model_id", None) == self._model_id:
                     self.event_ids[headers["ce_id"]] += 1
-                    self.records.append(open_record(record.value, headers, record_models()))
+                    self.records.append(opened)

@@ -68,7 +68,8 @@ class Balancer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is 
             await asyncio.gather(self._poller, return_exceptions=True)
         try:
             # aiokafka#773: stop can hang in the heartbeat routine.
-            await asyncio.wait_for(self._consumer.stop(), timeout=10)
+            async with asyncio.timeout(10):
+                await self._consumer.stop()
         except TimeoutError:
             logger.warning("the group consumer did not stop in 10 s; the group will notice by its session timeout")
 

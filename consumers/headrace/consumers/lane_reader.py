@@ -4,16 +4,21 @@ Guarantees: `read_committed`, records as bytes, in offset order, from the positi
 raises `OffsetLostError` instead of jumping. Gives up: group membership; it uses `assign`.
 """
 
+import asyncio
+import logging
 from collections.abc import Sequence
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
-from aiokafka.errors import OffsetOutOfRangeError
+from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from headrace.core.kafka import ClientOptions
 from headrace.core.reading import OffsetLostError, end_offsets
 from headrace.schemas.topics import Topics
 
+logger = logging.getLogger(__name__)
+
 _POLL_MS = 1000
+_STOP_SECONDS = 5.0
 _MAX_RECORDS = 256
 
 
@@ -88,4 +93,9 @@ class LaneReader:
 
     async def stop(self) -> None:
         """Close the connection."""
-        await self._consumer.stop()
+        try:
+            # aiokafka#773: stop can hang.
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self._consumer.stop()
+        except (TimeoutError, KafkaError) as error:
+            logger.warning("lane reader did not stop cleanly: %r", error)

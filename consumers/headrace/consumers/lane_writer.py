@@ -67,7 +67,9 @@ class LaneWriter:
             OutcomeUnknownError: anything else went wrong; read before you conclude.
         """
         try:
-            await asyncio.wait_for(self._commit(records, mark), timeout=self._timeout)
+            # Not wait_for: until Python 3.12 it loses a cancellation that comes as the commit returns, and the lane would never end.
+            async with asyncio.timeout(self._timeout):
+                await self._commit(records, mark)
         except (ProducerFenced, InvalidProducerEpoch) as error:
             raise FencedError(str(error)) from error
         except (KafkaError, TimeoutError, AssertionError) as error:
@@ -92,6 +94,7 @@ class LaneWriter:
     async def stop(self) -> None:
         """Close the connection; an open transaction is left to the fencing of the next owner."""
         try:
-            await asyncio.wait_for(self._producer.stop(), timeout=_STOP_SECONDS)
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self._producer.stop()
         except (TimeoutError, KafkaError, AssertionError) as error:
             logger.warning("lane producer did not stop cleanly: %r", error)

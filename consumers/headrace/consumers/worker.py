@@ -15,7 +15,7 @@ from pathlib import Path
 from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.balancer import Balancer
 from headrace.consumers.lane import Lane
-from headrace.consumers.recover import PartitionCountError, lane_count
+from headrace.consumers.recover import lane_count
 from headrace.consumers.world import TrainerWorld
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
@@ -105,9 +105,9 @@ class Worker:
             logger.error("lane %d ended and will be claimed again: %r", lane, error, exc_info=error)
 
     async def _release_all(self) -> None:
-        for task in self._lanes.values():
-            task.cancel()
-        await asyncio.gather(*self._lanes.values(), return_exceptions=True)
-
-
-__all__ = ["PartitionCountError", "Worker"]
+        """Cancel every lane until it has ended: a cancellation that a library loses is sent again."""
+        running = {task for task in self._lanes.values() if not task.done()}
+        while running:
+            for task in running:
+                task.cancel()
+            _, running = await asyncio.wait(running, timeout=_RETRY_SECONDS)
