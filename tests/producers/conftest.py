@@ -28,11 +28,11 @@ async def producer_settings(kafka: str, topic_prefix: str, tmp_path: Path) -> Se
     return settings
 
 
-async def make_topic(kafka: str, topic: str) -> None:
+async def make_topic(kafka: str, topic: str, config: dict[str, str] | None = None) -> None:
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
     await admin.start()
     try:
-        await admin.create_topics([NewTopic(topic, PARTITIONS, 1)])
+        await admin.create_topics([NewTopic(topic, PARTITIONS, 1, topic_configs=config or {})])
     finally:
         await admin.close()
 

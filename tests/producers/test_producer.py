@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.producers.conftest import PARTITIONS, ReadAll, make_group
+from tests.producers.conftest import PARTITIONS, ReadAll, make_group, make_topic
 
 from headrace.core.kafka import KafkaUnavailableError
 from headrace.core.lanes import lane_of
 from headrace.core.payloads import redeem
 from headrace.core.settings import KafkaSettings, ProducerSettings, Settings, TopicSettings
 from headrace.core.store import open_store
-from headrace.producers import BufferFullError, DeliveryError, InvalidGroupError, ProducerClosedError, TrajectoryProducer
+from headrace.producers import BufferFullError, DeliveryError, DeliveryReport, InvalidGroupError, ProducerClosedError, TrajectoryProducer
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.codec import JSON_TYPE, SAFETENSORS_TYPE, decode_group, sampled
 from headrace.schemas.envelope import header_text, open_record
@@ -206,6 +206,22 @@ async def test_an_unknown_topic_names_the_command_that_makes_it(kafka: str, topi
         await TrajectoryProducer(settings).start()
 
 
+async def test_after_a_record_that_the_broker_refuses_the_next_one_arrives(kafka: str, topic_prefix: str, read_all: ReadAll):
+    # A refused record leaves a hole in the client's sequence numbers: with the same client every later one would be refused too.
+    await make_topic(kafka, f"{topic_prefix}trajectory-groups", {"max.message.bytes": "5000"})
+    settings = Settings(
+        kafka=KafkaSettings(bootstrap_servers=kafka, request_timeout_ms=10_000),
+        topics=TopicSettings(prefix=topic_prefix),
+        producer=ProducerSettings(compression="none"),
+    )
+    async with TrajectoryProducer(settings, model_id="m") as producer:
+        await producer.send(make_group())
+        with pytest.raises(DeliveryError, match="MessageSizeTooLarge"):
+            await producer.send(make_group(tokens=3000))
+        assert (await producer.send(make_group())).offset == 1
+    assert len(await read_all()) == 2
+
+
 async def test_an_unreachable_broker_is_an_error_with_its_address():
     with pytest.raises(KafkaUnavailableError, match=r"127\.0\.0\.1:1 does not answer"):
         await TrajectoryProducer(bootstrap_servers="127.0.0.1:1").start()
@@ -245,16 +261,28 @@ async def test_a_job_with_one_bad_group_sends_nothing(producer_settings: Setting
     assert await read_all() == []
 
 
-async def test_a_large_group_does_not_hold_up_the_event_loop(producer_settings: Settings):
-    group = make_group(tokens=200_000)
+async def longest_stall(sending: "asyncio.Task[DeliveryReport]") -> float:
+    """The longest time in which the loop ran nothing else, as a part of the whole time."""
+    started = before = time.perf_counter()
+    longest = 0.0
+    while not sending.done():
+        await asyncio.sleep(0)
+        now = time.perf_counter()
+        longest, before = max(longest, now - before), now
+    await sending
+    return longest / (before - started)
+
+
+async def test_encoding_a_large_group_does_not_hold_up_the_event_loop(producer_settings: Settings):
+    group = make_group(tokens=100_000)
     async with TrajectoryProducer(producer_settings, model_id="m") as producer:
-        sending = asyncio.create_task(producer.send(group))
-        longest, before = 0.0, time.perf_counter()
-        started = before
-        while not sending.done():
-            await asyncio.sleep(0)
-            now = time.perf_counter()
-            longest, before = max(longest, now - before), now
-        await sending
-    # Not a bound on a loaded machine's scheduling: encoded on the loop, nearly all of the time would be one stall.
-    assert longest < 0.5 * (before - started)
+        # On the loop it would be nearly all of the time. The best of three: a busy machine stalls everything now and then.
+        assert min([await longest_stall(asyncio.create_task(producer.send(group))) for _ in range(3)]) < 0.5
+
+
+async def test_compressing_a_large_batch_does_not_hold_up_the_event_loop(producer_settings: Settings):
+    # lz4 as aiokafka uses it takes 60 ms for these 800 KB.
+    settings = with_producer(producer_settings, compression="lz4", inline_limit_bytes=900_000)
+    group = sampled(make_group(tokens=50_000))
+    async with TrajectoryProducer(settings, model_id="m") as producer:
+        assert min([await longest_stall(asyncio.create_task(producer.send(group))) for _ in range(3)]) < 0.5

@@ -152,7 +152,10 @@ class TrajectoryProducer:
         except BaseException:
             self._buffer.give_back(outgoing.held)
             raise
-        return self._start_delivery(outgoing)
+        delivery = self._start_delivery(outgoing)
+        # A caller that submits in a loop would otherwise never let the sender run while there is room.
+        await asyncio.sleep(0)
+        return delivery
 
     def try_send(self, group: Group, model_id: str | None = None, *, traceparent: str | None = None) -> Delivery:
         """Buffer a group if there is room now, and return its delivery. Never waits; a large group is encoded by its delivery.
