@@ -43,12 +43,13 @@ def main() -> None:
     if unknown:
         parser.error(f"no benchmark named {', '.join(sorted(unknown))}: there are {', '.join(BENCHMARKS)}")
     results = []
+    busy = os.getloadavg()[0]  # by others: near or above the number of cores, the side with more threads loses most
     for name in arguments.names or BENCHMARKS:
         for comparison in BENCHMARKS[name](arguments.rounds):
             print(comparison.line(), flush=True)
             results.append(comparison)
     if not arguments.names:
-        head = f"# Benchmark results\n\nMade by `make bench`, {datetime.now(UTC):%Y-%m-%d}, on {machine()}.\n\n"
+        head = f"# Benchmark results\n\nMade by `make bench`, {datetime.now(UTC):%Y-%m-%d}, on {machine()}; load average at the start {busy:.1f}.\n\n"
         RESULTS.write_text(head + "\n".join(comparison.markdown() for comparison in results))
         print(f"written: {RESULTS.relative_to(ROOT)}")
 
