@@ -46,7 +46,7 @@ class Board:
     def phase(self, text: str) -> None:
         """What is being waited for before the first step."""
         if self._live is None:
-            self._console.print(f"{self._elapsed():5.1f} s  {text}", highlight=False)
+            self._console.print(f"{self._elapsed():5.1f} s  {text}", highlight=False, soft_wrap=True)
         else:
             self._spinner.update(text=Text(f" {text}", style="cyan"))
             self._live.update(self._table())
@@ -57,7 +57,7 @@ class Board:
             self._live.update(self._table())
         elif (done := len(self._history.steps)) > self._lines and (done % LINE_EVERY == 0 or done in {1, self._history.wanted}):
             self._lines = done
-            self._console.print(f"{self._elapsed():5.1f} s  {self._plain(self._history.steps[-1])}", highlight=False)
+            self._console.print(f"{self._elapsed():5.1f} s  {self._plain(self._history.steps[-1])}", highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         if self._live is not None:

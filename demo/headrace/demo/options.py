@@ -35,7 +35,7 @@ class DemoOptions:
     @property
     def rollouts(self) -> int:
         """Trajectories of a group."""
-        return 8 if self.model == "vault" else 4
+        return 8 if self.model == "vault" else 6
 
     @property
     def model_settings(self) -> ModelSettings:
@@ -55,7 +55,7 @@ class DemoOptions:
             base_model=BASE_MODEL,
             adaptation="lora",
             lora=LoraSettings(r=8, alpha=16),
-            batch=BatchPolicy(groups_per_step=4),
+            batch=BatchPolicy(groups_per_step=4, zero_variance="refuse"),  # it is right one time in six: many groups are all wrong
             train=TrainConfig(learning_rate=1e-4),
             max_policy_lag=self.lag,
             max_sequence_tokens=256,

@@ -96,7 +96,7 @@ class Session:
                 cleanup.callback(lambda: asyncio.run(_delete_topics(settings)))
             # Entered last, so that the processes are gone before their topics and their broker go.
             children = cleanup.enter_context(Children(folder / "logs"))
-            base = children.start("base model", self._base_command(settings), os.environ)
+            base = children.start("base model", self._base_command(settings), {**os.environ, "TMPDIR": str(folder)})
             if settings.kafka.bootstrap_servers is None:
                 self._console.print("Starting Kafka", highlight=False)
                 broker.start()
@@ -187,6 +187,7 @@ class Session:
             f"Reward {summary.reward_first:.2f} → [bold green]{summary.reward_last:.2f}[/] in {summary.steps} steps: "
             f"{summary.groups} groups trained, {summary.rejected} refused, largest lag {summary.max_lag}, {summary.seconds:.0f} s",
             highlight=False,
+            soft_wrap=True,
         )
         self._console.print(f"Figure: {figure}", highlight=False, soft_wrap=True)
         return Result(summary=summary, figure=figure)
@@ -226,6 +227,7 @@ def _environment(settings: Settings) -> dict[str, str]:
     catalogue = {name: entry.model_dump(mode="json") for name, entry in settings.base_models.items()}
     return {
         **os.environ,
+        "TMPDIR": str(settings.worker.work_dir.parent),  # what torch leaves in temporary folders goes with the run's
         "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": str(settings.kafka.bootstrap_servers),
         "HEADRACE_TOPICS__PREFIX": settings.topics.prefix,
         "HEADRACE_TOPICS__PARTITIONS": str(settings.topics.partitions),
