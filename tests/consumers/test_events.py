@@ -1,6 +1,8 @@
 import asyncio
 import logging
+import os
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -296,3 +298,34 @@ async def test_the_snippet_of_the_readme_prints_a_step(settings, producer, monke
     async with snippet["events"]:
         await send(producer, settings, step(3))
         assert await asyncio.wait_for(printed.get(), SOON) == ("m", 3, {"loss": 0.5})
+
+
+async def test_run_prints_steps_until_sigterm_and_says_what_is_missing(settings, producer, kafka):
+    environment = os.environ | {
+        "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": kafka,
+        "HEADRACE_TOPICS__PREFIX": settings.topics.prefix,
+        "PYTHONUNBUFFERED": "1",
+    }
+    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+    process = await asyncio.create_subprocess_exec(sys.executable, str(SNIPPET), env=environment, **pipes)
+    try:
+        line = asyncio.create_task(process.stdout.readline())
+        async with asyncio.timeout(60):
+            while not line.done():  # it starts at what is written from now on, whenever that is
+                await send(producer, settings, step(3))
+                await asyncio.wait([line], timeout=0.2)
+        assert line.result() == b"m 3 {'loss': 0.5}\n"
+        process.terminate()
+        await asyncio.wait_for(process.communicate(), SOON)
+        assert process.returncode == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+    environment["HEADRACE_TOPICS__PREFIX"] = "nothing-here."
+    process = await asyncio.create_subprocess_exec(sys.executable, str(SNIPPET), env=environment, **pipes)
+    _, said = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
+    assert said.decode().rstrip().splitlines()[-1] == (
+        "headrace.consumers.events.MissingTopicError: Kafka has no topic nothing-here.training-events: "
+        "run `headrace topics apply`, or correct topics.prefix"
+    )

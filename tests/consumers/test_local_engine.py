@@ -22,6 +22,7 @@ from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
 
 PROMPTS = [[7, 8], [9, 10, 11, 12, 13, 14, 15], [20], [7, 8, 9, 10]]
 END = 1
+MANY_STOPS = [END, *range(7, 13)]  # rows end early and often
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +59,9 @@ def adapter(tiny_model: Path, folder: Path, seed: int) -> Path:
 
 def test_logprobs_are_those_of_teacher_forcing_whatever_the_padding(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    generations = LocalEngine(tiny_model, seed=1).generate(PROMPTS * 6, max_tokens=24)
-    assert len({len(g.token_ids) for g in generations}) > 3  # rows end at different times, so the batch shrinks on the way
+    generations = LocalEngine(tiny_model, seed=1).generate(PROMPTS * 6, max_tokens=24, stop_token_ids=MANY_STOPS)
+    lengths = sorted(len(g.token_ids) for g in generations)
+    assert lengths[len(lengths) // 2] < lengths[len(lengths) * 3 // 4] < lengths[-1]  # the batch is halved twice on the way
     for generation in generations:
         assert generation.logprobs == pytest.approx(forced_logprobs(model, generation), abs=1e-5)
 
@@ -83,6 +85,8 @@ def test_a_turn_ends_with_its_stop_token_or_at_the_limit(tiny_model):
         assert (generation.token_ids[-1] == END) is stopped
         assert END not in generation.token_ids[:-1]
         assert len(generation.token_ids) == 12 or stopped
+    for generation in LocalEngine(tiny_model, seed=2).generate([[7, 8, 9]] * 64, max_tokens=12, stop_token_ids=MANY_STOPS):
+        assert not set(MANY_STOPS) & set(generation.token_ids[:-1])
 
 
 def test_stop_token_ids_replace_the_models_own(tiny_model):
