@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Literal
 
@@ -63,7 +64,9 @@ class RankProcess:
 
     def start(self) -> None:
         """Start it; returns at once. Its imports (seconds) overlap with whatever the caller does next."""
-        # The child inherits the mask: a Ctrl-C during its first imports would end it before it can ignore the signal.
+        # The child inherits the mask: a Ctrl-C during its first imports would end it before it can ignore the signal. The resource
+        # tracker, which a first start brings up, would unblock it again, so it comes first.
+        resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()

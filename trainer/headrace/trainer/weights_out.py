@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
+import orjson
 import torch
 from safetensors.torch import save_file
 
@@ -31,6 +32,7 @@ class WeightsWriter:
         with tempfile.TemporaryDirectory() as folder:
             if adaptation == "lora":
                 model.peft_config["default"].save_pretrained(folder)
+                _sort_targets(Path(folder, "adapter_config.json"))
             else:
                 model.config.save_pretrained(folder)
                 if model.can_generate() and model.generation_config is not None:
@@ -60,6 +62,14 @@ class WeightsWriter:
                 if self._model.get_output_embeddings().weight is self._model.get_input_embeddings().weight:
                     found.pop(tied, None)
         return {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(found.items())}
+
+
+def _sort_targets(config: Path) -> None:
+    """Peft writes the names of the target modules in the order of a set, another one in each process; equal weights need equal bytes."""
+    content = orjson.loads(config.read_bytes())
+    if isinstance(content["target_modules"], list):
+        content["target_modules"].sort()
+    config.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS))
 
 
 def _save_tokenizer(base: BaseSource, folder: str) -> None:

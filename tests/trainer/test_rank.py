@@ -1,0 +1,113 @@
+"""The rank process: real processes, real signals."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.schemas.training import TrainConfig
+from headrace.trainer.plan import BaseSource, StepPlan
+from headrace.trainer.rank import RankDiedError, RankProcess, StepFailedError
+
+Plans = Callable[..., StepPlan]
+
+
+@pytest.fixture(scope="module")
+def rank() -> Iterator[RankProcess]:
+    """One for all, since it imports for seconds; interrupted as a terminal would, already while it imports."""
+    process = RankProcess(threads=1)
+    process.start()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    yield process
+    process.kill()
+    process.close()
+
+
+def test_a_plan_goes_in_and_a_step_comes_out_and_the_state_stays(rank: RankProcess, make_plan: Plans, tiny: BaseSource):
+    rank.preload(tiny)
+    first = rank.run(make_plan())
+    assert (first.updates, first.key.step, first.fingerprint.threads) == (1, 1, 1)
+    second = rank.run(make_plan(first.key))
+    assert second.key.step == 2
+
+
+def test_a_step_that_raises_fails_alone(rank: RankProcess, make_plan: Plans):
+    with pytest.raises(StepFailedError) as caught:
+        rank.run(make_plan(config=TrainConfig(plot_tensors=True)))
+    assert str(caught.value).strip().splitlines()[-1].endswith("plot_tensors. Leave it out or set to null.")
+    assert rank.run(make_plan()).updates == 1
+
+
+def test_the_terminals_interrupt_is_the_parents_to_judge(rank: RankProcess, make_plan: Plans):
+    assert rank.pid is not None
+    os.kill(rank.pid, signal.SIGINT)
+    assert rank.run(make_plan()).key.step == 1
+
+
+def test_a_rank_that_is_killed_says_so_to_its_waiting_caller(rank: RankProcess, make_plan: Plans):
+    """Last of those that share the rank."""
+    assert rank.pid is not None
+    failed: list[BaseException] = []
+
+    def run_for_ever() -> None:
+        try:
+            while True:
+                rank.run(make_plan())
+        except RankDiedError as error:
+            failed.append(error)
+
+    caller = threading.Thread(target=run_for_ever)
+    caller.start()
+    os.kill(rank.pid, signal.SIGKILL)
+    caller.join(30)
+    assert "exit code -9" in str(failed[0])
+    assert not rank.alive
+
+
+def test_closing_ends_it_without_force():
+    rank = RankProcess(threads=1)
+    rank.start()
+    pid = rank.pid
+    rank.close()
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the rank ends at its next read of the pipe")
+def test_the_rank_ends_with_its_parent_even_when_that_is_killed(tmp_path: Path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import sys, time\n"
+        "from headrace.trainer.rank import RankProcess\n"
+        "if __name__ == '__main__':\n"
+        "    rank = RankProcess(threads=1)\n"
+        "    rank.start()\n"
+        "    print(rank.pid, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    watched = os.pidfd_open(pid)
+    parent.kill()
+    parent.wait()
+    import select  # noqa: PLC0415 - next to its use
+
+    ready, _, _ = select.select([watched], [], [], 10)
+    os.close(watched)
+    assert ready, "the rank outlived its parent"
+
+
+def test_a_process_that_only_hands_plans_over_needs_no_torch():
+    code = (
+        "import sys; import headrace.trainer.rank, headrace.trainer.plan, headrace.trainer.options, headrace.trainer.tokenize;"
+        "assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys(), 'heavy'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
