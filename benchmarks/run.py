@@ -49,7 +49,8 @@ def main() -> None:
             print(comparison.line(), flush=True)
             results.append(comparison)
     if not arguments.names:
-        head = f"# Benchmark results\n\nMade by `make bench`, {datetime.now(UTC):%Y-%m-%d}, on {machine()}; load average at the start {busy:.1f}.\n\n"
+        when = f"{datetime.now(UTC):%Y-%m-%d}, load average at the start {busy:.1f}"
+        head = f"# Benchmark results\n\nMade by `make bench`, {when}, on {machine()}.\n\n"
         RESULTS.write_text(head + "\n".join(comparison.markdown() for comparison in results))
         print(f"written: {RESULTS.relative_to(ROOT)}")
 

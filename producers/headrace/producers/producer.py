@@ -26,7 +26,7 @@ from headrace.producers.buffer import ByteBuffer
 from headrace.producers.delivery import DeliveryReport
 from headrace.producers.door import check_id, encode
 from headrace.producers.errors import BufferFullError, InvalidGroupError, ProducerClosedError
-from headrace.producers.link import KafkaLink
+from headrace.producers.link import BATCH_BYTES, KafkaLink
 from headrace.producers.outgoing import Group, Outgoing, mark_with_job
 from headrace.producers.signals import termination
 from headrace.schemas.envelope import seal
@@ -72,6 +72,8 @@ class TrajectoryProducer:
         self._link = KafkaLink(settings, settings.topic_names.trajectory_groups, f"headrace-producer-{uuid.uuid4().hex[:8]}")
         self._store: ObjectStore | None = None
         self._open = False
+        self._submitted = 0
+        """Bytes since `submit` last let the loop run."""
         self._tasks: set[asyncio.Task[Any]] = set()
         """Deliveries and jobs under way; asyncio itself holds tasks weakly."""
         self._last: dict[str, asyncio.Event] = {}
@@ -153,8 +155,11 @@ class TrajectoryProducer:
             self._buffer.give_back(outgoing.held)
             raise
         delivery = self._start_delivery(outgoing)
-        # A caller that submits in a loop would otherwise never let the sender run while there is room.
-        await asyncio.sleep(0)
+        # A caller that submits in a loop would otherwise never let the sender run while there is room: so every batch's worth yields.
+        self._submitted += outgoing.held
+        if self._submitted >= BATCH_BYTES:
+            self._submitted = 0
+            await asyncio.sleep(0)
         return delivery
 
     def try_send(self, group: Group, model_id: str | None = None, *, traceparent: str | None = None) -> Delivery:
