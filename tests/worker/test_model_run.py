@@ -84,3 +84,23 @@ def test_a_null_of_the_job_hides_nothing_of_the_model_but_epsilon_high() -> None
 def test_the_job_says_the_loss_by_either_name() -> None:
     assert merged_config(TrainConfig(loss_fn="cispo"), TrainConfig(ppo=True)).ppo is True
     assert merged_config(TrainConfig(ppo=True), TrainConfig(loss_fn="cispo")).loss_fn == "cispo"
+
+
+def test_jobs_that_name_more_ids_than_a_state_record_holds_fail_with_a_message() -> None:
+    run = run_of()
+    names = tuple(f"{i:064d}" for i in range(2000))
+    admit(run, 7, job_id="does not")
+    run.open_job(TrainingJob(job_id="fits", group_ids=names), 0)
+    run.open_job(TrainingJob(job_id="does not", group_ids=names), 1)
+    assert set(run.jobs) == {"fits"}
+    assert run.job_events[-1].state is JobState.FAILED
+    assert "backlog_full" in (run.job_events[-1].message or "")
+    assert [(event.group_id, event.reason) for event in run.rejected] == [("g7", RejectionReason.BACKLOG_FULL)]
+    assert run.waiting == {}
+
+
+def test_refused_groups_of_jobs_that_nobody_opens_do_not_grow_the_state_without_bound() -> None:
+    run = run_of()
+    for i in range(3000):
+        run.refuse(offset=i, group_id=f"{i:0128d}", job_id=f"job {i}", reason=RejectionReason.TOO_LONG, detail="x")
+    assert len(run.state_at(3000).model_dump_json()) < 900_000

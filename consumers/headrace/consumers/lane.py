@@ -17,7 +17,7 @@ from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.cut import Batch, next_batch
 from headrace.consumers.duplicates import DuplicateWindow
 from headrace.consumers.lane_book import LaneBook
-from headrace.consumers.lane_commands import CommandHandler
+from headrace.consumers.lane_commands import CommandHandler, problem_of
 from headrace.consumers.lane_intake import MAX_PENDING, LaneIntake
 from headrace.consumers.lane_phase import LanePhase, move
 from headrace.consumers.lane_reader import LaneReader
@@ -29,6 +29,7 @@ from headrace.consumers.step_files import load_duplicates
 from headrace.consumers.step_runner import BatchGivenUpError, StepRunner, finish_job
 from headrace.consumers.transaction import CommittedStep, build
 from headrace.consumers.world import TrainerWorld
+from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore
@@ -37,6 +38,10 @@ from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import Intent
 
 logger = logging.getLogger(__name__)
+
+
+class UnfitWorkerError(HeadraceError):
+    """This worker's configuration does not fit a model that is trained already."""
 
 
 class Lane:
@@ -121,6 +126,9 @@ class Lane:
             if state.snapshot is not None and state.status == "active":
                 folder = self._work_dir / f"claim-{self.lane}-{model_id}"
                 stored = await load_duplicates(self._store, state.snapshot, folder)
+            if state.status == "active" and (problem := problem_of(state.settings, self._settings.base_models)) is not None:
+                # Its groups must not be refused because one worker is set up wrongly: nothing of the lane is touched.
+                raise UnfitWorkerError(f"model {state.name} ({model_id}) can't be trained by this worker: {problem}")
             window = DuplicateWindow(self._settings.worker.duplicate_window, stored)
             book.runs[model_id] = ModelRun.of(state, window, self.lane)
         return book

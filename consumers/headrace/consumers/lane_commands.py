@@ -105,7 +105,7 @@ class CommandHandler:
         for job_id, job in list(run.jobs.items()):
             if job.document is not None:
                 run.move_job(job_id, JobState.CANCELLED, message="the model was deleted")
-        refuse_all(run, RejectionReason.MODEL_DELETED, "the model was deleted")
+        run.refuse_all(RejectionReason.MODEL_DELETED, "the model was deleted")
         run.set_status("deleted", None)
 
     def _cancel(self, command: CancelJob) -> None:
@@ -114,14 +114,7 @@ class CommandHandler:
         if run is None or job is None or job.document is None or job.document.state is not JobState.PENDING:
             return
         run.move_job(command.job_id, JobState.CANCELLED, message="cancelled on request")
-        refuse_all(run, RejectionReason.JOB_CANCELLED, "the job was cancelled", job_id=command.job_id)
-
-
-def refuse_all(run: ModelRun, reason: RejectionReason, detail: str, job_id: str | None = None) -> None:
-    """Refuse the groups that wait: all, or those of one job."""
-    for waiting in list(run.waiting.values()):
-        if job_id is None or waiting.job_id == job_id:
-            run.refuse(offset=waiting.offset, group_id=waiting.group.group_id, job_id=waiting.job_id, reason=reason, detail=detail)
+        run.refuse_all(RejectionReason.JOB_CANCELLED, "the job was cancelled", job_id=command.job_id)
 
 
 def problem_of(settings: ModelSettings, catalogue: Mapping[str, BaseModelEntry]) -> str | None:

@@ -30,7 +30,8 @@ from headrace.trainer.plan import BaseSource
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING = 10_000
+MAX_PENDING = 5_000
+"""Groups that wait, of one model: its state lists them and must fit into a record."""
 _STORE_RETRY_SECONDS = 1.0
 
 

@@ -17,6 +17,8 @@ from headrace.trainer.groups import TokenizedGroup
 
 ModelStatus = Literal["active", "deleted", "diverged", "stopped"]
 CLOSED_JOBS = 256
+JOB_ID_BYTES = 200_000
+"""Ids that the open jobs of one model may name: its state lists them and must fit into a record (rule 15)."""
 DETAIL_LIMIT = 1000
 
 
@@ -135,8 +137,15 @@ class ModelRun:
         if job_id is not None and job_id not in self.closed and reason is not RejectionReason.DUPLICATE:
             job = self.jobs.get(job_id, OpenJob(job_id=job_id))
             document = job.document and job.document.model_copy(update={"groups_rejected": job.document.groups_rejected + 1})
-            self.jobs[job_id] = job.model_copy(update={"refused": (*job.refused, group_id), "document": document})
+            if job_id in self.jobs or self._job_id_bytes() < JOB_ID_BYTES:
+                self.jobs[job_id] = job.model_copy(update={"refused": (*job.refused, group_id), "document": document})
         self.touch()
+
+    def refuse_all(self, reason: RejectionReason, detail: str, job_id: str | None = None) -> None:
+        """Refuse the groups that wait: all, or those of one job."""
+        for waiting in list(self.waiting.values()):
+            if job_id is None or waiting.job_id == job_id:
+                self.refuse(offset=waiting.offset, group_id=waiting.group.group_id, job_id=waiting.job_id, reason=reason, detail=detail)
 
     def open_job(self, record: TrainingJob, offset: int) -> None:
         """Take a job's record; one that is known, or ended, is dropped (rule 17)."""
@@ -153,10 +162,19 @@ class ModelRun:
             num_groups=len(record.group_ids),
             groups_rejected=len(refused),
         )
+        listed = sum(len(group_id) for group_id in record.group_ids)
+        too_many = self._job_id_bytes() + listed > JOB_ID_BYTES
         self.jobs[record.job_id] = OpenJob(
             job_id=record.job_id, record_offset=offset, group_ids=record.group_ids, refused=refused, document=document
         )
         self._changed(document, previous=None, message=None)
+        if too_many:
+            message = f"the open jobs of this model name more than {JOB_ID_BYTES} bytes of group ids: send it again when some have ended"
+            self.move_job(record.job_id, JobState.FAILED, message=f"backlog_full: {message}")
+            self.refuse_all(RejectionReason.BACKLOG_FULL, message, record.job_id)
+
+    def _job_id_bytes(self) -> int:
+        return sum(len(name) for job in self.jobs.values() for name in (job.job_id, *job.group_ids, *job.refused))
 
     def move_job(self, job_id: str, to: JobState, *, message: str | None = None, **fields: Any) -> None:  # noqa: ANN401 - document fields
         """Move a job to another state; a job in a final state is closed.

@@ -7,6 +7,7 @@ release all lanes and end the rank before the process ends. Gives up: nothing ab
 
 import asyncio
 import logging
+import os
 import shutil
 import signal
 from functools import partial
@@ -20,10 +21,12 @@ from headrace.consumers.world import TrainerWorld
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
+from headrace.trainer.plan import BaseSource
 
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
+_WORK_PREFIX = "worker-"
 
 
 class Worker:
@@ -34,7 +37,9 @@ class Worker:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        # Workers of one machine may share a folder in their settings: each works in one of its own below it.
+        own = settings.worker.work_dir.absolute() / f"{_WORK_PREFIX}{os.getpid()}"
+        self._settings = settings.model_copy(update={"worker": settings.worker.model_copy(update={"work_dir": own})})
         self._store = open_store(settings.store.url, settings.s3)
         self._balancer = Balancer(settings)
         self._lanes: dict[int, asyncio.Task[None]] = {}
@@ -55,11 +60,12 @@ class Worker:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         count = await lane_count(client_options(self._settings.kafka, "headrace-worker"), self._settings.topic_names)
-        work_dir = Path(self._settings.worker.work_dir)
-        await asyncio.to_thread(shutil.rmtree, work_dir, ignore_errors=True)
-        await asyncio.to_thread(work_dir.mkdir, parents=True, exist_ok=True)
+        await asyncio.to_thread(make_work_dir, self._settings.worker.work_dir)
         pool = AdmissionPool(self._settings)
         world = TrainerWorld(self._settings, self._store)
+        if len(self._settings.base_models) == 1:
+            (entry,) = self._settings.base_models.values()
+            world.preload(BaseSource(path=entry.path, gguf_file=entry.gguf_file))
         try:
             await self._balancer.start()
             logger.info("worker of group %s on %d lanes", self._settings.worker.group, count)
@@ -72,6 +78,7 @@ class Worker:
             await self._balancer.stop()
             await world.close()
             pool.close()
+            await asyncio.to_thread(shutil.rmtree, self._settings.worker.work_dir, ignore_errors=True)
 
     def _reconcile(self, pool: AdmissionPool, world: TrainerWorld) -> None:
         """Start what was given, cancel what is gone. What stays is not touched (rule 4)."""
@@ -111,3 +118,22 @@ class Worker:
             for task in running:
                 task.cancel()
             _, running = await asyncio.wait(running, timeout=_RETRY_SECONDS)
+
+
+def make_work_dir(own: Path) -> None:
+    """Make a worker's folder, and clear away those of workers that were killed."""
+    for folder in own.parent.glob(f"{_WORK_PREFIX}*"):
+        pid = folder.name.removeprefix(_WORK_PREFIX)
+        if pid.isdigit() and (folder == own or not _runs(int(pid))):
+            shutil.rmtree(folder, ignore_errors=True)
+    own.mkdir(parents=True, exist_ok=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
