@@ -1,5 +1,6 @@
 """The demo as its user runs it: a process, its output as it comes, and every process under it by pid."""
 
+import contextlib
 import json
 import os
 import queue
@@ -51,6 +52,18 @@ class RunningDemo:
         found = psutil.Process(self.process.pid).children(recursive=True)
         self.seen |= {process.pid: process for process in found}
         return found
+
+    def find(self, module: str, seconds: float = 20.0) -> psutil.Process:
+        """A process under the demo that runs this module itself (not its supervisor), once there is one."""
+        until = time.monotonic() + seconds
+        while True:
+            for process in self.look():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    words = process.cmdline()
+                    if module in words and not any(word.endswith("supervisor.py") for word in words):
+                        return process
+            assert time.monotonic() < until, f"no process runs {module}"
+            time.sleep(0.02)
 
     def send(self, number: signal.Signals) -> None:
         """A signal to the demo's own process alone."""

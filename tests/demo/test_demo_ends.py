@@ -53,8 +53,7 @@ def test_a_process_that_dies_ends_the_demo_with_its_last_words(tmp_path: Path):
     demo = RunningDemo(tmp=tmp_path)
     try:
         demo.wait_for_line(LOADING)
-        agents = [p for p in demo.look() if "headrace.demo.agent" in p.cmdline() and "supervisor" not in " ".join(p.cmdline())]
-        agents[0].kill()
+        demo.find("headrace.demo.agent").kill()
         assert demo.end(60) == 1
         assert "was ended by signal 9" in "".join(demo.output)
         assert not demo.survivors(0)
