@@ -26,7 +26,7 @@ def demo(  # noqa: PLR0917 - typer passes them by name
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; 100 for vault, 3 for smollm2.")] = None,
     lag: Annotated[int, typer.Option(min=0, help="Policy versions that a rollout may be behind when it is trained on.")] = 1,
     bootstrap_servers: Annotated[str | None, typer.Option(help="A Kafka to use; otherwise the configured one, or one is started.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the figure.")] = Path(),
+    out: Annotated[Path, typer.Option(help="Folder for the figure.")] = Path("headrace-demo"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave topics and files to look at.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object with the numbers on the last line.")] = False,
 ) -> None:
