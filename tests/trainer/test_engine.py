@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from tests.trainer.tiny import group, random_groups, sequence
 from headrace.core.errors import HeadraceError
 from headrace.schemas.training import TrainConfig
 from headrace.trainer.engine import TrainingEngine
+from headrace.trainer.forward import TOKENS
+from headrace.trainer.loss import LossOutput, policy_loss
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
 
 Plans = Callable[..., StepPlan]
@@ -87,6 +90,32 @@ def test_a_truncated_snapshot_fails_the_step_and_nothing_is_resident(engine: Tra
         engine.run(make_plan(key, attempt="retry"))
 
 
+def test_a_step_that_broke_off_between_micro_batches_leaves_nothing_behind(make_plan: Plans, monkeypatch: pytest.MonkeyPatch):
+    """Neither the gradients of the first half nor the state that they belong to."""
+    _, last = run_steps(TrainingEngine(threads=1), make_plan, 2, attempt="reference")
+    engine = TrainingEngine(threads=1)
+    first = make_plan(attempt="first")
+    key = engine.run(first).key
+    calls = []
+
+    def breaks_at_the_second(*arguments: Any) -> LossOutput:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise MemoryError("no room")
+        return policy_loss(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(TOKENS, "cpu", 1)
+        patch.setattr("headrace.trainer.engine.policy_loss", breaks_at_the_second)
+        with pytest.raises(MemoryError):
+            engine.run(make_plan(key, attempt="broken"))
+    with pytest.raises(HeadraceError, match="does not hold"):
+        engine.run(make_plan(key, attempt="without"))
+    again = make_plan(key, attempt="again", load_from=Path(first.out_dir, "snapshot"))
+    engine.run(again)
+    assert weights_of(again) == weights_of(last)
+
+
 def test_a_batch_without_variance_changes_no_weight_and_still_writes_files(engine: TrainingEngine, make_plan: Plans, tiny: BaseSource):
     constant = group([0.1, 0.1, 0.1], [sequence([1, 2], [3, 4], [-1, -1])] * 3)
     plan = make_plan(groups=(constant,))
@@ -113,7 +142,7 @@ def test_groups_without_variance_change_neither_gradient_nor_denominators(engine
 def test_the_update_does_not_depend_on_the_number_of_micro_batches(make_plan: Plans, monkeypatch: pytest.MonkeyPatch, tokens: int):
     whole = make_plan(attempt="whole")
     one = TrainingEngine(threads=1).run(whole)
-    monkeypatch.setitem(__import__("headrace.trainer.forward", fromlist=["TOKENS"]).TOKENS, "cpu", tokens)
+    monkeypatch.setitem(TOKENS, "cpu", tokens)
     parts = make_plan(attempt="parts")
     many = TrainingEngine(threads=1).run(parts)
     assert many.loss == pytest.approx(one.loss, rel=1e-5)

@@ -18,10 +18,19 @@ Plans = Callable[..., StepPlan]
 
 
 @pytest.fixture(scope="module")
-def rank() -> Iterator[RankProcess]:
-    """One for all, since it imports for seconds; interrupted as a terminal would, already while it imports."""
+def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where torch would compile C++ extensions."""
+    return tmp_path_factory.mktemp("extensions")
+
+
+@pytest.fixture(scope="module")
+def rank(extensions: Path) -> Iterator[RankProcess]:
+    """One for all, since it imports for seconds. It finds no compiler, and is interrupted as by a terminal while it imports."""
     process = RankProcess(threads=1)
-    process.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(extensions))
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
+        process.start()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGINT)
     yield process
@@ -35,6 +44,11 @@ def test_a_plan_goes_in_and_a_step_comes_out_and_the_state_stays(rank: RankProce
     assert (first.updates, first.key.step, first.fingerprint.threads) == (1, 1, 1)
     second = rank.run(make_plan(first.key))
     assert second.key.step == 2
+
+
+def test_nothing_is_compiled(rank: RankProcess, make_plan: Plans, extensions: Path):
+    rank.run(make_plan())
+    assert list(extensions.iterdir()) == []
 
 
 def test_a_step_that_raises_fails_alone(rank: RankProcess, make_plan: Plans):

@@ -120,6 +120,7 @@ def _main(pipe: Connection, parents_end: Connection, threads: int, parent: int) 
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s rank: %(message)s", stream=sys.stderr)
     # Before torch loads OpenMP: its threads wait by spinning otherwise, and a step of 0.06 s took 0.96 s on two busy cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our stderr is a log
     from headrace.trainer.engine import TrainingEngine  # noqa: PLC0415 - imports torch, in this process only
 
     engine = TrainingEngine(threads)
