@@ -70,6 +70,12 @@ class Following:
         await self._wait(lambda: len(self.dead_letters) >= count, f"{count} dead letters", seconds)
         return self.dead_letters
 
+    async def dead_letter_of(self, topic: str, partition: int, offset: int, seconds: float = 120) -> ConsumerRecord:
+        """Wait for the dead letter of the record at this place."""
+        place = (topic, str(partition), str(offset))
+        await self._wait(lambda: any(_place(letter) == place for letter in self.dead_letters), f"dead letter of {place}", seconds)
+        return next(letter for letter in self.dead_letters if _place(letter) == place)
+
     async def _wait(self, done: Callable[[], bool], what: str, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
@@ -91,3 +97,8 @@ class Following:
                 if self._model_id is None or getattr(opened, "model_id", None) == self._model_id:
                     self.event_ids[headers["ce_id"]] += 1
                     self.records.append(opened)
+
+
+def _place(letter: ConsumerRecord) -> tuple[str, ...]:
+    headers = header_text(letter.headers)
+    return tuple(headers[f"headrace-error-{name}"] for name in ("topic", "partition", "offset"))

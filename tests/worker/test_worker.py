@@ -4,7 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import orjson
+import psutil
 from aiokafka import AIOKafkaProducer
+from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 from safetensors import safe_open
 from tests.worker.conftest import WorkerProcess, following, learner
 from tests.worker.groups import group, trajectory
@@ -60,7 +62,11 @@ async def test_after_sigkill_the_next_worker_goes_on_and_nothing_is_trained_twic
         for i in range(5):
             await producer.send(group(f"g{i}", seed=i))
         await seen.until(StepRecord, 2)
+        children = psutil.Process(first.process.pid).children(recursive=True)
+        assert len(children) >= 2
         first.kill()
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert alive == []
         second = start_worker()
         for i in range(5, 8):
             await producer.send(group(f"g{i}", seed=i))
@@ -259,3 +265,39 @@ async def test_rule_06_a_record_on_a_foreign_lane_is_dead_lettered(shared: Setti
     await producer.stop()
     assert dict(letter.headers)["headrace-error-reason"] == b"wrong_lane"
     assert seen.of(ModelState)[-1].policy_version == 0
+
+
+async def test_records_that_the_kafka_client_can_not_hand_over_or_send_stop_nobody(shared: Settings) -> None:
+    model = await learner(shared, "unreadable headers")
+    producer = AIOKafkaProducer(**client_options(shared.kafka, "test"))
+    await producer.start()
+    async with following(shared) as seen, TrajectoryProducer(shared, model_id=model.model_id) as groups:
+        lane = (await groups.send(group("a"))).partition
+        topic = shared.topic_names.trajectory_groups
+        batch = producer.create_batch()
+        batch._builder = _DefaultRecordBatchBuilderPy(
+            magic=2, compression_type=0, is_transactional=False, producer_id=-1, producer_epoch=-1, base_sequence=-1, batch_size=1024
+        )
+        batch.append(key=model.model_id.encode(), value=b"{}", timestamp=None, headers=[(_NotText("x"), b"")])
+        batch.close()
+        offset = (await (await producer.send_batch(batch, topic, partition=lane))).offset
+        await groups.send(group("b", seed=1))
+        nothing = producer.create_batch()
+        nothing.append(key=None, value=None, timestamp=None)
+        nothing.close()
+        empty = (await (await producer.send_batch(nothing, topic, partition=lane))).offset
+        await seen.dead_letter_of(topic, lane, empty)
+        letter = await seen.dead_letter_of(topic, lane, offset)  # its key is unknown: it is told by its place
+        headers = dict(letter.headers)
+        assert headers["headrace-error-reason"] == b"unreadable_headers"
+        await seen.until_state(lambda state: state.model_id == model.model_id and state.policy_version == 1)
+    await producer.stop()
+
+
+class _NotText(str):
+    """A header name that is no UTF-8 on the wire."""
+
+    __slots__ = ()
+
+    def encode(self, *_: object) -> bytes:  # type: ignore[override]
+        return b"\xff\xfe"

@@ -6,11 +6,13 @@ them are admitted. Gives up: parallelism beyond one process; admission keeps the
 
 import asyncio
 import multiprocessing
+import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from headrace.consumers.admission import AdmissionRequest, AdmissionResult, Refused
+from headrace.core.parent import die_with
 from headrace.core.settings import Settings
 from headrace.schemas.reasons import RejectionReason
 
@@ -30,8 +32,9 @@ class AdmissionPool:
     def _start(self) -> ProcessPoolExecutor:
         # spawn: the parent runs an event loop and gRPC-like threads, which a fork would copy in the middle of something.
         context = multiprocessing.get_context("spawn")
-        executor = ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_prepare, initargs=(self._settings,))
-        executor.submit(int)  # starts the process now: its imports overlap with the worker's own start
+        executor = ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_prepare, initargs=(self._settings, os.getpid()))
+        # Starts the process now: its imports overlap with the worker's own start. From this thread, with which it would end.
+        executor.submit(int)
         return executor
 
     async def admit(self, requests: Sequence[AdmissionRequest]) -> list[AdmissionResult]:
@@ -76,7 +79,8 @@ class AdmissionPool:
 
 
 # The tokenizer (transformers: seconds) is imported in the process that uses it, and nowhere else.
-def _prepare(settings: Settings) -> None:
+def _prepare(settings: Settings, parent: int) -> None:
+    die_with(parent)
     from headrace.consumers.admitting import prepare  # noqa: PLC0415 - as said above
 
     prepare(settings)

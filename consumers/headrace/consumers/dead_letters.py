@@ -32,10 +32,13 @@ def dead_letter(topics: Topics, record: ConsumerRecord, error: CodecError, parti
         "headrace-error-offset": str(record.offset),
         "headrace-error-time": str(record.timestamp),
     }
+    if record.value is None:
+        notes["headrace-error-value"] = "null"
     return Outgoing(
         topic=topics.dead_letters,
         key=record.key,
-        value=record.value,
+        # aiokafka sends no record that has neither; `headrace-error-value: null` tells it from an empty one.
+        value=b"" if record.key is None and record.value is None else record.value,
         headers=(*record.headers, *((name, text.encode(errors="replace")) for name, text in notes.items())),
         partition=partition,
     )

@@ -14,6 +14,7 @@ from aiokafka import ConsumerRecord
 from headrace.consumers.dead_letters import dead_letter
 from headrace.consumers.duplicates import DuplicateWindow
 from headrace.consumers.lane_book import LaneBook
+from headrace.consumers.lane_reader import UnreadableRecord
 from headrace.consumers.model_run import ModelRun
 from headrace.core.lanes import lane_of
 from headrace.core.settings import BaseModelEntry, Settings
@@ -57,6 +58,8 @@ class CommandHandler:
         self._book.note_news()
 
     def _apply(self, record: ConsumerRecord) -> None:
+        if isinstance(record, UnreadableRecord):
+            raise record.error
         command = open_record(record.value, header_text(record.headers), COMMANDS)
         key = (record.key or b"").decode(errors="replace")
         if lane_of(key, self._book.state.partitions) != record.partition:

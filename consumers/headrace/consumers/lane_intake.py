@@ -17,7 +17,7 @@ from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.dead_letters import dead_letter
 from headrace.consumers.lane_book import LaneBook
 from headrace.consumers.lane_commands import CommandHandler
-from headrace.consumers.lane_reader import LaneReader
+from headrace.consumers.lane_reader import LaneReader, UnreadableRecord
 from headrace.consumers.model_run import ModelRun, Waiting
 from headrace.core.errors import HeadraceError
 from headrace.core.lanes import lane_of
@@ -85,6 +85,8 @@ class LaneIntake:
         return record.offset >= self._book.state.scanned and key not in self._book.runs
 
     def _route(self, record: ConsumerRecord) -> _Routed:
+        if isinstance(record, UnreadableRecord):
+            return _Routed(record=record, run=None, error=record.error)
         try:
             model_id = _model_id(record, self._book.state.partitions)
         except CodecError as error:

@@ -13,6 +13,8 @@ from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from headrace.core.kafka import ClientOptions
 from headrace.core.reading import OffsetLostError, end_offsets
+from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import DeadLetterReason
 from headrace.schemas.topics import Topics
 
 logger = logging.getLogger(__name__)
@@ -20,6 +22,33 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 1000
 _STOP_SECONDS = 5.0
 _MAX_RECORDS = 256
+
+
+class UnreadableRecord(ConsumerRecord):  # type: ignore[misc]  # aiokafka is untyped
+    """Stands for a record that the Kafka client can't hand over."""
+
+    @classmethod
+    def at(cls, partition: TopicPartition, offset: int) -> "UnreadableRecord":
+        """The record at an offset; of the rest nothing is known."""
+        return cls(
+            topic=partition.topic,
+            partition=partition.partition,
+            offset=offset,
+            timestamp=-1,
+            timestamp_type=0,
+            key=None,
+            value=None,
+            checksum=None,
+            serialized_key_size=-1,
+            serialized_value_size=-1,
+            headers=(),
+        )
+
+    @property
+    def error(self) -> CodecError:
+        """Why."""
+        detail = "a header's name is no UTF-8 text; the record stays at its offset in the source topic until retention takes it"
+        return CodecError(DeadLetterReason.UNREADABLE_HEADERS, "headers", detail)
 
 
 class LaneReader:
@@ -68,10 +97,7 @@ class LaneReader:
         Raises:
             OffsetLostError: retention overtook the reader.
         """
-        try:
-            batches = await self._consumer.getmany(timeout_ms=_POLL_MS, max_records=_MAX_RECORDS)
-        except OffsetOutOfRangeError as error:
-            raise OffsetLostError(f"{error.args[0]}: deleted by retention while the lane was behind") from error
+        batches = await self._poll(self.commands, self.groups, timeout_ms=_POLL_MS)
         return batches.get(self.commands, ()), batches.get(self.groups, ())
 
     async def read_commands_to_end(self) -> list[ConsumerRecord]:
@@ -80,9 +106,37 @@ class LaneReader:
         end = ends[self.commands.partition]
         records: list[ConsumerRecord] = []
         while await self._consumer.position(self.commands) < end:
-            batches = await self._consumer.getmany(self.commands, timeout_ms=25)
+            batches = await self._poll(self.commands, timeout_ms=25)
             records.extend(batches.get(self.commands, ()))
         return records
+
+    async def _poll(self, *partitions: TopicPartition, timeout_ms: int) -> dict[TopicPartition, list[ConsumerRecord]]:
+        try:
+            batches: dict[TopicPartition, list[ConsumerRecord]] = await self._consumer.getmany(
+                *partitions, timeout_ms=timeout_ms, max_records=_MAX_RECORDS
+            )
+        except OffsetOutOfRangeError as error:
+            raise OffsetLostError(f"{error.args[0]}: deleted by retention while the lane was behind") from error
+        except UnicodeDecodeError:
+            return await self._past_unreadable(partitions)
+        return batches
+
+    async def _past_unreadable(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, list[ConsumerRecord]]:
+        """One record, where aiokafka fails on a batch: it decodes header names as UTF-8, and a broker takes any bytes.
+
+        What can't be handed over is answered by an `UnreadableRecord` and passed by; the records around it are read as they are.
+        """
+        for partition in partitions:
+            at = await self._consumer.position(partition)
+            self._consumer.seek(partition, at)  # drops what the failed call had begun to unpack
+            try:
+                batches = await self._consumer.getmany(partition, timeout_ms=_POLL_MS, max_records=1)
+            except UnicodeDecodeError:
+                self._consumer.seek(partition, at + 1)
+                return {partition: [UnreadableRecord.at(partition, at)]}
+            if batches:
+                return {partition: batches[partition]}
+        return {}
 
     def hold_groups(self, *, hold: bool) -> None:
         """Stop or go on fetching groups; commands are always read."""

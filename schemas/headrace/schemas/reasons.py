@@ -23,6 +23,8 @@ class DeadLetterReason(StrEnum):
     """A `ce_type` that this topic does not carry."""
     UNSUPPORTED_VERSION = "unsupported_version"
     """A known `ce_type` of a major version that this release does not know."""
+    UNREADABLE_HEADERS = "unreadable_headers"
+    """Header names that are no UTF-8: the Kafka client can't hand the record over; it stays at its offset in the source topic."""
     MISSING_KEY = "missing_key"
     """No key, or one that is not UTF-8: the model is unknown."""
     WRONG_LANE = "wrong_lane"

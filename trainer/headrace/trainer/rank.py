@@ -7,7 +7,6 @@ ends with the thread that started it.
 """
 
 import contextlib
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -19,12 +18,12 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 from headrace.core.errors import HeadraceError
+from headrace.core.parent import die_with
 from headrace.trainer.plan import BaseSource, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
-_PR_SET_PDEATHSIG = 1
 
 Request = tuple[Literal["run"], StepPlan] | tuple[Literal["preload"], BaseSource]
 
@@ -115,7 +114,7 @@ class RankProcess:
 
 def _main(pipe: Connection, parents_end: Connection, threads: int, parent: int) -> None:
     parents_end.close()  # else the pipe never ends for us
-    _die_with(parent)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s rank: %(message)s", stream=sys.stderr)
     # Before torch loads OpenMP: its threads wait by spinning otherwise, and a step of 0.06 s took 0.96 s on two busy cores.
@@ -145,11 +144,3 @@ def _main(pipe: Connection, parents_end: Connection, threads: int, parent: int) 
             pipe.send(answer)
         except (BrokenPipeError, OSError):
             return
-
-
-def _die_with(parent: int) -> None:
-    """End this process when its parent does, also in the middle of a kernel (Linux; elsewhere at the next read of the pipe)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call
-            os._exit(1)
