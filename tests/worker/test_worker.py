@@ -16,6 +16,7 @@ from headrace.core.models import delete_model, model_id_of
 from headrace.core.settings import Settings
 from headrace.core.store import fetch_folder, open_store
 from headrace.producers import TrajectoryProducer
+from headrace.schemas.codec import SAFETENSORS_TYPE, encode_safetensors, sampled
 from headrace.schemas.commands import CancelJob
 from headrace.schemas.envelope import seal
 from headrace.schemas.events import GroupRejected, JobStateChanged, StepCompleted
@@ -141,6 +142,7 @@ async def test_bad_records_end_with_their_reasons_and_the_groups_around_them_are
 
     good = [group(f"g{i}", seed=i).model_dump_json().encode() for i in range(4)]
     not_safetensors = b"\x10\x00\x00\x00\x00\x00\x00\x00{}              "
+    spans_do_not_fit = encode_safetensors(sampled(group("spans"))).replace(b'token_span\\":[0,3]', b'token_span\\":[0,2]')
     unreadable: list[tuple[bytes | None, dict[str, str], str]] = [
         (b"not json", {}, "not_json"),
         (None, {}, "not_json"),
@@ -150,7 +152,8 @@ async def test_bad_records_end_with_their_reasons_and_the_groups_around_them_are
         (b'{"trajectories": [{"reward": NaN}]}', {}, "not_finite"),
         (with_choice(token_ids=[9, 1], token_logprobs=[-1]), {}, "length_mismatch"),
         (raw(trajectories=[{"initial_policy_version": -1}]), {}, "invalid_schema"),
-        (not_safetensors, {"content-type": "application/vnd.headrace.group+safetensors"}, "not_json"),
+        (not_safetensors, {"content-type": SAFETENSORS_TYPE}, "not_json"),
+        (spans_do_not_fit, {"content-type": SAFETENSORS_TYPE}, "span_mismatch"),
     ]
     claim = {
         "uri": shared.store.url + "/payloads/ab/none.zst",
@@ -159,12 +162,15 @@ async def test_bad_records_end_with_their_reasons_and_the_groups_around_them_are
         "raw_size": 9,
         "content_type": "application/json",
     }
+    other = open_store(shared.store.url, shared.s3).put_bytes_if_absent("payloads/ab/other.zst", b"another")
+    changed = {**claim, "uri": f"{shared.store.url}/{other.key}", "size": other.size}
     refused: list[tuple[bytes, dict[str, str], RejectionReason]] = [
         (raw(trajectories=[]), {}, RejectionReason.NO_TRAJECTORIES),
         (raw(trajectories=[{}]), {}, RejectionReason.NO_TRAINABLE_TOKENS),
         (with_choice(), {}, RejectionReason.MISSING_LOGPROBS),
         (with_choice(token_ids=[9, 32], token_logprobs=[-1, -1]), {}, RejectionReason.TOKEN_OUT_OF_VOCABULARY),
         (raw(**claim), {"ce_type": "headrace.group-claim.v1"}, RejectionReason.PAYLOAD_MISSING),
+        (raw(**changed), {"ce_type": "headrace.group-claim.v1"}, RejectionReason.PAYLOAD_DIGEST_MISMATCH),
         (group("ahead", version=7).model_dump_json().encode(), {}, RejectionReason.UNKNOWN_POLICY_VERSION),
         (good[0], {}, RejectionReason.DUPLICATE),
     ]

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from headrace.consumers.admission import AdmissionRequest, AdmissionResult, Refused
-from headrace.core.parent import die_with
+from headrace.core.processes import die_with
 from headrace.core.settings import Settings
 from headrace.schemas.reasons import RejectionReason
 

@@ -19,6 +19,7 @@ from headrace.consumers.lane import Lane
 from headrace.consumers.recover import lane_count
 from headrace.consumers.world import TrainerWorld
 from headrace.core.kafka import client_options
+from headrace.core.processes import runs
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
 from headrace.trainer.plan import BaseSource
@@ -124,16 +125,6 @@ def make_work_dir(own: Path) -> None:
     """Make a worker's folder, and clear away those of workers that were killed."""
     for folder in own.parent.glob(f"{_WORK_PREFIX}*"):
         pid = folder.name.removeprefix(_WORK_PREFIX)
-        if pid.isdigit() and (folder == own or not _runs(int(pid))):
+        if pid.isdigit() and (folder == own or not runs(int(pid))):
             shutil.rmtree(folder, ignore_errors=True)
     own.mkdir(parents=True, exist_ok=True)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

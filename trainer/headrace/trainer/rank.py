@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 from headrace.core.errors import HeadraceError
-from headrace.core.parent import die_with
+from headrace.core.processes import die_with
 from headrace.trainer.plan import BaseSource, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ Gives up: network file systems without flock.
 
 import fcntl
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
 from headrace.core.local.errors import LocalServiceError
+from headrace.core.processes import runs
 
 DYING_S = 15.0
 """How long to wait for a service whose owner is gone: it is on its way out."""
@@ -72,7 +72,7 @@ class ServiceFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 note = self.note()
-                if note is None or _alive(note.owner_pid) or time.monotonic() > until:
+                if note is None or runs(note.owner_pid) or time.monotonic() > until:
                     file.close()
                     raise LocalServiceError(self._taken(note)) from None
                 time.sleep(0.05)  # flock has no wait with a time limit
@@ -115,16 +115,3 @@ class ServiceFolder:
         except OSError as error:
             raise LocalServiceError(f"cannot write {path}: {error.strerror}") from error
         return path
-
-
-def _alive(pid: int) -> bool:
-    """True if there is such a process (or another one that has its number by now, which only costs a wait)."""
-    if pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

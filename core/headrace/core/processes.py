@@ -1,0 +1,34 @@
+"""Other processes: a child that ends with its parent, and whether one runs.
+
+Guarantees of `die_with`: on Linux the kernel kills the child at once, also in the middle of a computation. Gives up: elsewhere it ends
+at its next read of a pipe from the parent; and on Linux "the parent" is the thread that started the child: start it from one that lives
+as long as the process.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """End this process when the process with pid `parent`, which started it, ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the call
+            os._exit(1)
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process (or another one that has its number by now)."""
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
