@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import UnknownTopicOrPartitionError
 
 from headrace.core.local import LocalBroker, LocalServiceError, ensure_broker
+from headrace.core.local.broker import new_cluster_id
 from headrace.core.local.probe import ask
 
 TP = TopicPartition("kept", 0)
@@ -230,3 +232,9 @@ def test_what_is_no_kafka_gets_no_answer_from_the_probe() -> None:
         port = silent.getsockname()[1]
         assert ask("127.0.0.1", port, 0.1) is None
     assert ask("127.0.0.1", port, 0.1) is None  # nobody listens any more
+
+
+def test_a_cluster_id_never_starts_with_a_dash_which_the_storage_tool_takes_for_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter([uuid.UUID(bytes=b"\xf8" + bytes(15)), uuid.UUID(bytes=bytes(16))])
+    monkeypatch.setattr(uuid, "uuid4", lambda: next(drawn))
+    assert new_cluster_id() == "A" * 22

@@ -158,7 +158,7 @@ def _format(folder: ServiceFolder, run: list[str], jars: list[Path], properties:
     if known.exists():
         return known.read_text(encoding="ascii").strip()
     shutil.rmtree(folder.data, ignore_errors=True)
-    cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+    cluster_id = new_cluster_id()
     done = subprocess.run(
         [*run, "kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(properties)],
         env=java_environment(jars),
@@ -172,3 +172,11 @@ def _format(folder: ServiceFolder, run: list[str], jars: list[Path], properties:
         raise LocalServiceError(f"{KAFKA.label} could not prepare {folder.data}:\n{words}{corrupt_jars(KAFKA)}")
     folder.write("cluster-id", cluster_id)
     return cluster_id
+
+
+def new_cluster_id() -> str:
+    """A random id as Kafka makes them: never with a leading dash, which its storage tool takes for an option (one id in 64)."""
+    while True:
+        cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        if not cluster_id.startswith("-"):
+            return cluster_id
