@@ -4,8 +4,8 @@ Vault: 16 questions × 8 rollouts a step, PPO's clip, advantages centred but not
 itself, on two quiet cores, mean reward of the first and of the last ten of 100 steps: `--lag 4`, seeds 0 to 4: 0.11 to 0.16 and 0.95 to
 0.97, in 62 to 69 s; lag 1, seeds 0 and 1: 0.21 and 0.15, 0.96 and 0.97, in 85 to 90 s.
 
-In one process, what did worse, at lag 4: CISPO with the ratio capped at 5 (two of five seeds fell back to 0.6 to 0.8), capped at 2 (one fell
-back to 0.88), and advantages divided by the deviation, which near the end turn one lucky rollout in eight into a large step.
+In one process, what did worse, at lag 4: CISPO with the ratio capped at 5 (two of five seeds fell back to 0.6 to 0.8), capped at 2 (one
+fell back to 0.88), and advantages divided by the deviation, which near the end turn one lucky rollout in eight into a large step.
 """
 
 from dataclasses import dataclass
