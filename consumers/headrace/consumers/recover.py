@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions
 from headrace.core.reading import latest_by_key, read_to_end
-from headrace.core.topic_metadata import partition_count
+from headrace.core.topic_admin import lane_count
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.state import LaneState, ModelState
-from headrace.schemas.topics import TOPICS, Topics
+from headrace.schemas.topics import Topics
 
 
 class PartitionCountError(HeadraceError):
-    """The lane topics do not have one partition count, or it changed: keys would hash to other lanes."""
+    """The partition count of the lane topics changed: keys would hash to other lanes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,7 @@ async def read_states(options: ClientOptions, topics: Topics, lane: int) -> Lane
 
     Raises:
         PartitionCountError: see there.
+        TopicsDifferError: the lane topics are missing, or do not have one partition count.
         CodecError: a record in `models` that this release can't read.
     """
     partitions = await lane_count(options, topics)
@@ -51,16 +52,3 @@ async def read_states(options: ClientOptions, topics: Topics, lane: int) -> Lane
             "lanes now. Partition counts are fixed at creation: restore the topics, or start a new topic prefix"
         )
     return LaneMemory(lane=state, models=models)
-
-
-async def lane_count(options: ClientOptions, topics: Topics) -> int:
-    """The one partition count of all lane topics.
-
-    Raises:
-        PartitionCountError: they differ.
-    """
-    counts = {topics.full(spec.name): await partition_count(options, topics.full(spec.name)) for spec in TOPICS if spec.lane}
-    if len(set(counts.values())) != 1:
-        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise PartitionCountError(f"the lane topics must have one partition count, but have: {listed}. See `headrace topics show`")
-    return next(iter(counts.values()))

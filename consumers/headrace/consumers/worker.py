@@ -16,12 +16,12 @@ from pathlib import Path
 from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.balancer import Balancer
 from headrace.consumers.lane import Lane
-from headrace.consumers.recover import lane_count
 from headrace.consumers.world import TrainerWorld
 from headrace.core.kafka import client_options
 from headrace.core.processes import runs
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
+from headrace.core.topic_admin import lane_count
 from headrace.trainer.plan import BaseSource
 
 logger = logging.getLogger(__name__)
