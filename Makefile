@@ -27,8 +27,8 @@ test-fast: $(STAMP)
 	$(BIN)/pytest -m 'not slow' $(ARGS)
 
 lint: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check --no-cache .  # a cached "passed" once hid what a fresh clone failed on
+	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/lint-imports --no-cache
 
 types: $(STAMP)

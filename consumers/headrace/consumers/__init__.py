@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.consumers.adapters import CallableAdapter, LocalEngineAdapter, WeightAdapter
-    from headrace.consumers.weight_subscriber import WeightSubscriber
-
     from headrace.consumers.events import Events
     from headrace.consumers.generation import Generation
     from headrace.consumers.local_engine import LocalEngine
+    from headrace.consumers.weight_subscriber import WeightSubscriber
 
 __all__ = ["CallableAdapter", "Events", "Generation", "LocalEngine", "LocalEngineAdapter", "WeightAdapter", "WeightSubscriber"]
 
