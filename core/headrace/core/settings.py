@@ -96,9 +96,29 @@ class WorkerSettings(_Section):
     duplicate_window: int = Field(default=100_000, ge=1)
     """A group id is a duplicate if it was admitted among the model's last so many groups."""
     threads: int = Field(default=0, ge=0)
-    """Torch threads of a rank; 0: all cores."""
+    """Torch threads of a rank; 0: all cores, shared among the ranks of this machine."""
+    ranks: int = Field(default=1, ge=1, le=1024)
+    """Data-parallel ranks on this machine. Under torchrun or deepspeed the launcher's WORLD_SIZE counts instead."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """DeepSpeed ZeRO: what is sharded over the ranks (1: optimizer, 2: and gradients, 3: and parameters)."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory (ZeRO 1 to 3)."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    tokens_per_pass: int = Field(default=0, ge=0)
+    """Tokens of one packed row where a config does not say `packed_sequence_length`; 0: 2,048 on a CPU, 16,384 on a GPU."""
+    rank_silence_seconds: float = Field(default=60.0, gt=1)
+    """A rank that gives no sign of life for so long is hung: the world is ended and started anew."""
+    collective_timeout_seconds: float = Field(default=1800.0, gt=1)
+    """A rank that waits so long for the others fails the step."""
     work_dir: Path = Path(".headrace/worker")
     """Local files of a step before they are stored."""
+
+    @model_validator(mode="after")
+    def _offload_needs_zero(self) -> Self:
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3; zero_stage is 0")
+        return self
 
 
 class BaseModelEntry(_Section):

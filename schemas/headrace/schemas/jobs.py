@@ -3,10 +3,12 @@
 from datetime import datetime
 from enum import StrEnum
 
-from pydantic import Field
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from headrace.schemas.base import Record, utc_now
-from headrace.schemas.training import TrainConfig
+from headrace.schemas.training import SftConfig, TrainConfig
 
 
 class TrainingJob(Record):
@@ -14,8 +16,17 @@ class TrainingJob(Record):
 
     job_id: str
     group_ids: tuple[str, ...]
+    kind: Literal["rl", "sft"] = "rl"
     config: TrainConfig | None = None
+    sft: SftConfig | None = None
+    """Of an `sft` job; null: its defaults."""
     created_at: datetime = Field(default_factory=utc_now)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.kind == "rl" and self.sft is not None:
+            raise ValueError("sft is given, but kind is 'rl': say kind='sft', or leave sft out")
+        return self
 
 
 class JobState(StrEnum):
@@ -47,7 +58,9 @@ class JobDocument(Record):
     updated_at: datetime = Field(default_factory=utc_now)
     started_at: datetime | None = None
     completed_at: datetime | None = None
+    kind: Literal["rl", "sft"] = "rl"
     config: TrainConfig | None = None
+    sft: SftConfig | None = None
     num_groups: int = 0
     groups_rejected: int = 0
     num_sequences: int | None = None

@@ -45,6 +45,25 @@ class Intent(Record):
     attempts: int = 1
 
 
+class RewardTrend(Record):
+    """Sums over steps of (x = step, y = its reward deviation): what a straight line through them needs."""
+
+    n: int = 0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+    last_x: float = 0.0
+
+
+class TrainingScalars(Record):
+    """What of a model's training state is numbers: a step's plan starts from them."""
+
+    updates: int = 0
+    """Optimizer updates since creation: where warm-up and schedules stand."""
+    reward_trend: RewardTrend = RewardTrend()
+
+
 class ModelState(Record):
     """The current state of a model; only the owner of its lane writes it."""
 
@@ -71,6 +90,8 @@ class ModelState(Record):
     weights: WeightsRef | None = None
     steps_offset: int | None = None
     """Offset in `steps` of the first record to run again after the snapshot."""
+    scalars: TrainingScalars = TrainingScalars()
+    """After the last committed step."""
     refusals: dict[RejectionReason, int] = Field(default_factory=dict)
     """Refused since creation, by reason."""
     groups_trained: int = 0
@@ -110,6 +131,7 @@ class Fingerprint(Record):
     device: str
     world_size: int
     threads: int
+    zero_stage: int = 0
 
 
 class StepRecord(Record):
@@ -141,6 +163,10 @@ class StepRecord(Record):
     metrics: dict[str, float] = Field(default_factory=dict)
     weights: WeightsRef
     snapshot: WeightsRef | None = None
+    plots: WeightsRef | None = None
+    """PNG heat maps of the packed tensors, where `plot_tensors` asked for them."""
+    scalars: TrainingScalars = TrainingScalars()
+    """After this step."""
     fingerprint: Fingerprint
     committed_at: datetime = Field(default_factory=utc_now)
 

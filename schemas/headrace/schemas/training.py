@@ -11,6 +11,10 @@ from pydantic import Field, model_validator
 from headrace.schemas.base import Open, Record
 
 
+LossAggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_norm"]
+RateSchedule = Literal["constant", "linear", "cosine"]
+
+
 class TrainConfig(Open):
     """`experimental_config` of a training job (union of all published revisions); units and defaults in each field."""
 
@@ -45,7 +49,21 @@ class TrainConfig(Open):
     truncated_importance_sampling: float | None = Field(default=None, ge=0)
     allow_training_without_logprobs: bool | None = None
     plot_tensors: bool | None = None
-    grad_accumulation_sequences: int | None = Field(default=None, ge=1)
+    grad_accumulation_sequences: int | None = Field(
+        default=None, ge=1, description="packed rows of one optimizer update; null: all rows of the step in one update"
+    )
+    loss_aggregation: LossAggregation | None = Field(
+        default=None,
+        description="how token losses become one number; a sequence is a rollout, all its histories together. "
+        "sequence_mean_token_mean, as the reference service weighs",
+    )
+    loss_aggregation_constant: float | None = Field(default=None, gt=0, description="tokens that constant_norm divides a sequence's sum by")
+    rescale_advantages: bool | None = Field(
+        default=None, description="scale advantages so that the batch's weighted mean of |A| is 1, as the reference service does; true"
+    )
+    kl_loss_coef: float | None = Field(
+        default=None, ge=0, description="coefficient of the k3 estimate of KL to the reference, in the loss; 0"
+    )
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
@@ -74,6 +92,12 @@ class OptimizerSettings(Record):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     max_grad_norm: float = Field(default=0.1, gt=0)
+    warmup_updates: int = Field(default=0, ge=0)
+    """Optimizer updates over which the rate grows linearly from rate / (warmup_updates + 1) to the full rate."""
+    schedule: RateSchedule = "constant"
+    schedule_updates: int | None = Field(default=None, ge=1)
+    """Updates, warm-up included, after which a linear or cosine schedule has come to `min_rate_ratio` of the rate and stays there."""
+    min_rate_ratio: float = Field(default=0.0, ge=0, le=1)
 
 
 class BatchPolicy(Record):
@@ -83,6 +107,12 @@ class BatchPolicy(Record):
     max_tokens_per_step: int | None = Field(default=None, ge=1)
     zero_variance: Literal["count", "refuse"] = "count"
     """`count`: a group of equal rewards fills its place in the batch and adds no gradient; `refuse`: it is rejected."""
+    incomplete_groups: Literal["partial", "minimum", "complete"] = "partial"
+    """A group that lost members (exceptions, rejected trajectories): `partial` trains on what is left, `minimum` where at least
+    `minimum_group_size` are left, `complete` only where nobody is missing. The rest of the group is refused with it."""
+    minimum_group_size: int | None = Field(default=None, ge=1)
+    over_long: Literal["drop", "truncate"] = "drop"
+    """A trajectory with a sequence longer than the model trains on: `drop` rejects the trajectory, `truncate` cuts the sequence."""
 
 
 class ModelSettings(Record):
@@ -97,3 +127,20 @@ class ModelSettings(Record):
     max_policy_lag: int | None = Field(default=None, ge=0)
     max_sequence_tokens: int = Field(default=32768, ge=8)
     seed: int = Field(default=0, ge=0, lt=2**63)
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Switches of the chat template (`enable_thinking`); the rollout engines must use the same."""
+
+
+class SftConfig(Record):
+    """Supervised fine-tuning as a job: several optimizer updates inside one committed step."""
+
+    batch_size: int | Literal["auto"] = Field(default="auto")
+    """Examples (trajectories) of one update; `auto`: 2."""
+    epochs: int = Field(default=1, ge=1, le=100)
+    learning_rate: float = Field(default=5e-5, gt=0, le=10)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    warmup_updates: int = Field(default=0, ge=0)
+    schedule: RateSchedule = "constant"
+    """Over the updates of this job."""
+    min_rate_ratio: float = Field(default=0.0, ge=0, le=1)

@@ -110,6 +110,7 @@ class TrainingEngine:
         }
         return StepResult(
             key=key,
+            scalars=plan.scalars,
             updates=int(trained),
             loss=metrics.loss if trained else None,
             grad_norm=metrics.grad_norm if trained else None,

@@ -6,8 +6,10 @@ was never committed (exactly-once rule 5). Gives up: sharing memory; a plan is p
 
 from dataclasses import dataclass, field
 
-from headrace.schemas.state import Fingerprint
-from headrace.schemas.training import ModelSettings, TrainConfig
+from typing import Literal
+
+from headrace.schemas.state import Fingerprint, TrainingScalars
+from headrace.schemas.training import ModelSettings, SftConfig, TrainConfig
 from headrace.trainer.groups import TokenizedGroup
 
 
@@ -33,6 +35,15 @@ class BaseSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KlReference:
+    """The policy that KL is measured against."""
+
+    kind: Literal["base", "weights"]
+    folder: str | None = None
+    """`weights`: a local folder as `WeightsWriter` writes it (a peft adapter, or a whole model for full training)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One step to run."""
 
@@ -45,10 +56,16 @@ class StepPlan:
     config: TrainConfig
     """The job's config over the model's, already merged."""
     groups: tuple[TokenizedGroup, ...]
+    sft: SftConfig | None = None
+    """Supervised fine-tuning on the groups' trajectories instead of a policy-gradient step; rewards count for nothing then."""
+    scalars: TrainingScalars = TrainingScalars()
+    """Of the state to start from."""
+    reference: KlReference | None = None
+    """Needed where the config asks for a KL term."""
     load_from: str | None = None
     """Local folder of the snapshot of `state`; needed where the rank does not hold that state and its step is above 0."""
     out_dir: str
-    """Local folder: the rank writes `weights/` and `snapshot/` into it."""
+    """Local folder: the rank writes `weights/`, `snapshot/` and, where asked for, `plots/` into it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +74,8 @@ class StepResult:
 
     key: StateKey
     """The new state: step + 1, this attempt. The rank holds it now."""
+    scalars: TrainingScalars
+    """Of the new state."""
     updates: int
     """Optimizer updates: 0 when nothing could be trained."""
     loss: float | None
