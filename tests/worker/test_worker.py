@@ -97,13 +97,13 @@ async def test_a_job_is_a_bucket_of_its_own_with_its_config_and_its_document(sha
     assert document.metrics["loss"] == step.loss
 
 
-async def test_a_job_with_an_option_that_is_not_there_yet_fails_with_its_name_and_the_stream_goes_on(shared: Settings) -> None:
+async def test_a_job_with_an_option_that_contradicts_the_models_fails_with_both_names_and_the_stream_goes_on(shared: Settings) -> None:
     model = await learner(shared, "failing job")
     async with following(shared, model.model_id) as seen, TrajectoryProducer(shared, model_id=model.model_id) as producer:
-        await producer.submit_job([group("a")], TrainConfig(kl_penalty_coef=0.5))
+        await producer.submit_job([group("a")], TrainConfig(packed_sequence_length=1 << 20))
         events = await seen.until(JobStateChanged, 3)
         assert events[-1].state is JobState.FAILED
-        assert "kl_penalty_coef" in (events[-1].message or "")
+        assert {"train.packed_sequence_length=1048576", "max_sequence_tokens=32768:"} <= {*(events[-1].message or "").split()}
         (rejected,) = await seen.until(GroupRejected, 1)
         assert rejected.reason is RejectionReason.STEP_FAILED
         await producer.send(group("b"))

@@ -24,8 +24,7 @@ from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import JobState
 from headrace.schemas.reasons import DeadLetterReason, RejectionReason
 from headrace.schemas.state import ModelState
-from headrace.schemas.training import ModelSettings
-from headrace.trainer.options import UnsupportedOptionError, resolve
+from headrace.schemas.training import ModelSettings, row_length_problem
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +129,5 @@ def problem_of(settings: ModelSettings, catalogue: Mapping[str, BaseModelEntry])
         return f"base model {settings.base_model!r} may be trained as {' or '.join(entry.trainable)}, not as {settings.adaptation}"
     if not Path(entry.path).is_dir():
         return f"base model {settings.base_model!r}: {entry.path} is no folder on this worker"
-    try:
-        resolve(settings.train)
-    except UnsupportedOptionError as error:
-        return str(error)
-    return None
+    # A job's config was merged over the model's since the settings were validated.
+    return row_length_problem(settings.train, settings.max_sequence_tokens)

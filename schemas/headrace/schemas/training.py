@@ -1,18 +1,22 @@
 """The training configuration: every option of the training-jobs API, and the settings of a model.
 
-Null means "use the default". Ranges are checked here; which options the trainer can run is the trainer's to say
-(`headrace.trainer.options`), with the field's name. Contradictory options are refused with both names.
+Guarantees: null means "use the default"; a value outside its range, NaN or infinity is refused with the field's name, and two options that
+contradict each other with both names, so that nothing of it reaches a step. Gives up: what depends on the place (whether a step or an
+adapter exists is known when the step is prepared), and what merely has no effect (`headrace.trainer.options` warns of that).
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from headrace.schemas.base import Open, Record
 
-
 LossAggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_norm"]
 RateSchedule = Literal["constant", "linear", "cosine"]
+
+# Each names the reference of the KL term, so a config holds at most one of them.
+KL_REFERENCES = ("kl_penalty_reference_step", "kl_penalty_step_lag", "kl_ref_adapter_path")
 
 
 class TrainConfig(Open):
@@ -33,16 +37,25 @@ class TrainConfig(Open):
     )
     mask_prob_ratio: bool | None = Field(default=None, description="a ratio outside the clip range weighs nothing")
     kimi_k2_tau: float | None = Field(default=None, description="A - tau * (new - old), detached; 0 or null: off")
-    kl_penalty_coef: float | None = Field(default=None, ge=0)
-    kl_penalty_source: Literal["current_learner", "sample"] | None = None
-    kl_penalty_reference_step: int | None = Field(default=None, ge=0)
-    kl_penalty_step_lag: int | None = Field(default=None, ge=1)
-    kl_ref_adapter_path: str | None = None
+    kl_penalty_coef: float | None = Field(default=None, ge=0, description="coefficient of the KL change of advantages; 0")
+    kl_penalty_source: Literal["current_learner", "sample"] | None = Field(
+        default=None, description="whose log-probabilities are compared with the reference; current_learner"
+    )
+    kl_penalty_reference_step: int | None = Field(
+        default=None, ge=0, description="version of this model that is the reference; null: the base model"
+    )
+    kl_penalty_step_lag: int | None = Field(default=None, ge=1, description="the reference is the version this many before, but at least 0")
+    kl_ref_adapter_path: str | None = Field(
+        default=None,
+        description="URI in the object store (file:///… or s3://…) of an adapter that is the reference; never a path of a client",
+    )
     advantage_balance: float | None = Field(default=None, ge=-1, le=1)
     scale_rewards: bool | None = Field(default=None, description="divide centred rewards by (group std + 1e-6); true")
     normalize_advantages: bool | None = Field(default=None, description="false: centre only, as scale_rewards=false")
     scale_learning_rate_by_reward_std_dev: bool | None = None
-    num_trajectories_learning_rate_multiplier_power: float | None = None
+    num_trajectories_learning_rate_multiplier_power: float | None = Field(
+        default=None, ge=-4, le=4, description="the rate times k ** power, k trajectories that train in the update; 0"
+    )
     packed_sequence_length: int | None = Field(default=None, ge=8, le=1 << 20, description="tokens in a packed row")
     logprob_calculation_chunk_size: int | None = Field(default=None, ge=1)
     precalculate_logprobs: bool | None = None
@@ -65,12 +78,36 @@ class TrainConfig(Open):
         default=None, ge=0, description="coefficient of the k3 estimate of KL to the reference, in the loss; 0"
     )
 
+    @field_validator("kl_ref_adapter_path")
+    @classmethod
+    def _in_the_store(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            uri = urlsplit(value)
+        except ValueError as error:
+            raise ValueError(f"{value!r} is no URI: {error}") from error
+        where = "the trainer does not see a client's files: put the adapter into the object store and give its URI (file:///… or s3://…)"
+        if uri.scheme not in {"file", "s3"}:
+            raise ValueError(f"{value!r} is not an object-store URI; {where}")
+        if ".." in uri.path.split("/") or not uri.path.strip("/") or (uri.scheme == "s3") != bool(uri.netloc):
+            raise ValueError(
+                f"{value!r} names no object: an absolute URI without '..' is needed, as file:///store/adapter or s3://bucket/adapter"
+            )
+        return value
+
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         if self.loss_fn is not None and self.ppo is not None and (self.loss_fn == "ppo") != self.ppo:
             raise ValueError(f"loss_fn={self.loss_fn!r} contradicts ppo={self.ppo}: give one of them")
-        if self.kl_penalty_reference_step is not None and self.kl_penalty_step_lag is not None:
-            raise ValueError("kl_penalty_reference_step and kl_penalty_step_lag exclude each other: give one of them")
+        references = [name for name in KL_REFERENCES if getattr(self, name) is not None]
+        if len(references) > 1:
+            raise ValueError(f"{' and '.join(references)} exclude each other, each names the reference of the KL term: give one of them")
+        if (self.loss_aggregation == "constant_norm") != (self.loss_aggregation_constant is not None):
+            raise ValueError(
+                f"loss_aggregation={self.loss_aggregation!r} contradicts loss_aggregation_constant={self.loss_aggregation_constant}: "
+                "constant_norm needs a constant, and the others have none"
+            )
         return self
 
 
@@ -99,6 +136,21 @@ class OptimizerSettings(Record):
     """Updates, warm-up included, after which a linear or cosine schedule has come to `min_rate_ratio` of the rate and stays there."""
     min_rate_ratio: float = Field(default=0.0, ge=0, le=1)
 
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        if (self.schedule == "constant") != (self.schedule_updates is None):
+            raise ValueError(
+                f"schedule={self.schedule!r} contradicts schedule_updates={self.schedule_updates}: "
+                "linear and cosine need the number of updates, constant has none"
+            )
+        if self.schedule_updates is not None and self.warmup_updates >= self.schedule_updates:
+            raise ValueError(
+                f"warmup_updates={self.warmup_updates} leaves nothing of schedule_updates={self.schedule_updates}: "
+                "schedule_updates counts the warm-up too, so it must be larger"
+            )
+        _check_min_rate(self.schedule, self.min_rate_ratio)
+        return self
+
 
 class BatchPolicy(Record):
     """When the stream's bucket is complete; a job's bucket is complete with its full set of groups."""
@@ -113,6 +165,15 @@ class BatchPolicy(Record):
     minimum_group_size: int | None = Field(default=None, ge=1)
     over_long: Literal["drop", "truncate"] = "drop"
     """A trajectory with a sequence longer than the model trains on: `drop` rejects the trajectory, `truncate` cuts the sequence."""
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        if (self.incomplete_groups == "minimum") != (self.minimum_group_size is not None):
+            raise ValueError(
+                f"incomplete_groups={self.incomplete_groups!r} contradicts minimum_group_size={self.minimum_group_size}: "
+                "minimum needs a size, partial and complete have none"
+            )
+        return self
 
 
 class ModelSettings(Record):
@@ -130,11 +191,17 @@ class ModelSettings(Record):
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Switches of the chat template (`enable_thinking`); the rollout engines must use the same."""
 
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        if (problem := row_length_problem(self.train, self.max_sequence_tokens)) is not None:
+            raise ValueError(problem)
+        return self
+
 
 class SftConfig(Record):
     """Supervised fine-tuning as a job: several optimizer updates inside one committed step."""
 
-    batch_size: int | Literal["auto"] = Field(default="auto")
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Examples (trajectories) of one update; `auto`: 2."""
     epochs: int = Field(default=1, ge=1, le=100)
     learning_rate: float = Field(default=5e-5, gt=0, le=10)
@@ -144,3 +211,24 @@ class SftConfig(Record):
     schedule: RateSchedule = "constant"
     """Over the updates of this job."""
     min_rate_ratio: float = Field(default=0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        _check_min_rate(self.schedule, self.min_rate_ratio)
+        return self
+
+
+def row_length_problem(train: TrainConfig, max_sequence_tokens: int) -> str | None:
+    """Why a config's packed rows don't fit a model; None if they do. A job's config is merged over its model's, so both doors ask."""
+    length = train.packed_sequence_length
+    if length is None or length <= max_sequence_tokens:
+        return None
+    return (
+        f"train.packed_sequence_length={length} is above max_sequence_tokens={max_sequence_tokens}: "
+        "as in the reference service, a row is at most as long as a sequence may be"
+    )
+
+
+def _check_min_rate(schedule: RateSchedule, min_rate_ratio: float) -> None:
+    if schedule == "constant" and min_rate_ratio:
+        raise ValueError(f"min_rate_ratio={min_rate_ratio} contradicts schedule='constant': only linear and cosine come to it")

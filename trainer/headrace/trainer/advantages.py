@@ -1,43 +1,41 @@
-"""From rewards to advantages and token weights.
+"""From rewards to advantages, and to the coefficient of each token in the update's loss.
 
-Per group (GRPO): centred rewards, divided by the population standard deviation + 1e-6 where `scale_rewards` says so. Then over
-the batch: a token of a trajectory weighs 1 / (its trainable tokens), scaled to mean 1; `advantage_balance`; and advantages are
-scaled so that the weighted mean of |A| over the batch's trainable tokens is 1. Hence the total size of rewards never matters,
-only the balance between groups.
+Per group (GRPO): centred rewards, divided by the population standard deviation + 1e-6 where `scale_rewards` says so. Over the batch:
+`advantage_balance`; and where `rescale` says so, advantages are divided by their weighted mean size, so that the total size of rewards
+does not matter, only the balance between groups. The aggregation says what a token's loss is multiplied by, with N sampled tokens, K
+trajectories and n_k tokens of a token's own trajectory (a sequence is a rollout: all histories of a trajectory together):
 
-Guarantees: a group is without variance iff max == min on the raw float64 rewards, and then gives neither gradient nor
-denominators (a peer tests the result of float arithmetic for 0 and trains on rounding errors). A trajectory exactly at its
-group's mean counts in the normalisers. Gives up: advantages per turn. Shapes: n trajectories of a group, G groups, K trajectories
-of the batch. All float64.
+    token_mean                 1 / N
+    sequence_mean_token_mean   1 / (K n_k)      as the reference service weighs
+    sequence_mean_token_sum    1 / K
+    constant_norm              1 / (K C)        Dr. GRPO (arXiv 2503.20783), C tokens
+
+Guarantees: a group is without variance iff max == min on the raw float64 rewards, and then gives neither gradient nor denominators (a
+peer tests the result of float arithmetic for 0 and trains on rounding errors); so does a group of one. A trajectory exactly at its
+group's mean counts in the normalisers. Rewards of any finite size give finite advantages where they are scaled or rescaled. Gives up:
+advantages per turn. Shapes: n trajectories of a group, K trajectories of the batch that train. All float64.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.schemas.training import LossAggregation
 from headrace.trainer.groups import TokenizedGroup
 from headrace.trainer.options import AdvantageOptions
 
 Floats = npt.NDArray[np.float64]
 _EPS = 1e-6
-
-
-def group_advantages(rewards_n: Floats, *, scale: bool) -> Floats:
-    """Advantages of one group: float64[n] from float64[n]. All zero without variance."""
-    if len(rewards_n) == 0 or rewards_n.max() == rewards_n.min():
-        return np.zeros_like(rewards_n)
-    # Means by hand: the sums of the reference (sum / n), not pairwise ones.
-    centred_n: Floats = rewards_n - rewards_n.sum() / len(rewards_n)
-    if scale:
-        centred_n = centred_n / (np.sqrt((centred_n**2).sum() / len(rewards_n)) + _EPS)
-    return centred_n
+_HUGE = 2.0**500
+"""Squares of larger numbers overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """What each trainable token of one trajectory gets."""
+    """What each sampled token of one trajectory gets."""
 
     group: int
     """Index of the group in the batch."""
@@ -45,15 +43,51 @@ class Credit:
     """Index of the trajectory in its group."""
     advantage: float
     weight: float
+    """Coefficient of each sampled token's loss in the update's loss."""
     trainable_tokens: int
 
 
-def batch_credits(groups: Sequence[TokenizedGroup], options: AdvantageOptions) -> list[Credit]:
-    """Advantages and weights of every trajectory that trains, in batch order; empty when nothing does."""
+def group_advantages(rewards_n: Floats, *, scale: bool) -> Floats:
+    """Advantages of one group: float64[n] from float64[n]. All zero without variance."""
+    if len(rewards_n) == 0 or rewards_n.max() == rewards_n.min():
+        return np.zeros_like(rewards_n)
+    centred_n, unit = _centred(rewards_n)
+    if scale:
+        return centred_n / (_root_mean_square(centred_n) + _EPS / unit)
+    # A member may be further from the mean than float64 reaches: as far as it does then.
+    limit = float(np.finfo(np.float64).max) / unit
+    return np.clip(centred_n, -limit, limit) * unit
+
+
+def population_deviation(rewards_n: Floats) -> float:
+    """sqrt(sum (r - mean)^2 / n) of one group, n >= 1; exactly 0 where max == min."""
+    if rewards_n.max() == rewards_n.min():
+        return 0.0
+    centred_n, unit = _centred(rewards_n)
+    return _root_mean_square(centred_n) * unit
+
+
+def batch_credits(
+    groups: Sequence[TokenizedGroup], options: AdvantageOptions, aggregation: LossAggregation, constant: float | None
+) -> list[Credit]:
+    """Advantages and weights of every trajectory that trains, in batch order; empty when nothing does.
+
+    With `options.rescale` A is divided by sum(w |A|) / sum(w) over the sampled tokens, w their weights: the mean size of an advantage as
+    this aggregation sees it. For `sequence_mean_token_mean` that is the reference service's rescale, the mean of |A| over trajectories.
+
+    Args:
+        groups: The batch of one update.
+        options: From rewards to advantages.
+        aggregation: How token losses become one number.
+        constant: C of `constant_norm`; None for the others.
+
+    Raises:
+        ValueError: `constant_norm` without a positive constant.
+    """
     found = [
         (g, t, float(advantage), trajectory.trainable_tokens)
         for g, group in enumerate(groups)
-        if not group.zero_variance
+        if group.trajectories and not group.zero_variance
         for t, (trajectory, advantage) in enumerate(
             zip(
                 group.trajectories,
@@ -61,20 +95,38 @@ def batch_credits(groups: Sequence[TokenizedGroup], options: AdvantageOptions) -
                 strict=True,
             )
         )
+        # A rollout without a sampled token is part of its group's baseline, but nothing of it can train.
+        if trajectory.trainable_tokens > 0
     ]
     if not found:
         return []
     tokens_K = np.array([tokens for *_, tokens in found], dtype=np.float64)
     advantages_K = balance(np.array([advantage for _, _, advantage, _ in found], dtype=np.float64), options.balance)
-    weights_K = 1.0 / (tokens_K + _EPS)
-    weights_K = weights_K / _token_mean(weights_K, tokens_K)
-    size = _token_mean(np.abs(advantages_K) * weights_K, tokens_K)
-    if size == 0.0:  # the balance took everything away
+    weights_K = _weights(tokens_K, aggregation, constant)
+    largest = float(np.abs(advantages_K).max())
+    if largest == 0.0:  # rewards too close to tell apart once centred, or the balance took everything away
         return []
-    advantages_K = advantages_K / size
+    if options.rescale:
+        relative_K = advantages_K / largest  # so that no sum overflows
+        shares_K = weights_K * tokens_K / (weights_K * tokens_K).sum()
+        advantages_K = relative_K / (np.abs(relative_K) * shares_K).sum()
     return [
         Credit(group=g, trajectory=t, advantage=float(a), weight=float(w), trainable_tokens=tokens)
         for (g, t, _, tokens), a, w in zip(found, advantages_K, weights_K, strict=True)
+    ]
+
+
+def sft_credits(groups: Sequence[TokenizedGroup]) -> list[Credit]:
+    """Of supervised fine-tuning: advantage 1 and weight 1 / N for every sampled token of the update's groups; rewards count for nothing.
+
+    With `LossOptions()` and missing old log-probabilities (ratio 1) the policy loss is then the mean of -log p: cross-entropy.
+    """
+    total = sum(group.trainable_tokens for group in groups)
+    return [
+        Credit(group=g, trajectory=t, advantage=1.0, weight=1.0 / total, trainable_tokens=trajectory.trainable_tokens)
+        for g, group in enumerate(groups)
+        for t, trajectory in enumerate(group.trajectories)
+        if trajectory.trainable_tokens > 0
     ]
 
 
@@ -87,6 +139,29 @@ def balance(advantages_K: Floats, b: float) -> Floats:
     return advantages_K
 
 
-def _token_mean(values_K: Floats, tokens_K: Floats) -> float:
-    """Mean over trainable tokens of a value that each trajectory's tokens share."""
-    return float((values_K * tokens_K).sum() / tokens_K.sum())
+def _weights(tokens_K: Floats, aggregation: LossAggregation, constant: float | None) -> Floats:
+    trajectories = len(tokens_K)
+    match aggregation:
+        case "token_mean":
+            return np.full(trajectories, 1.0 / tokens_K.sum())
+        case "sequence_mean_token_mean":
+            return 1.0 / (trajectories * tokens_K)
+        case "sequence_mean_token_sum":
+            return np.full(trajectories, 1.0 / trajectories)
+        case "constant_norm":
+            if constant is None or not constant > 0:
+                raise ValueError(f"constant_norm needs loss_aggregation_constant above 0, not {constant}")
+            return np.full(trajectories, 1.0 / (trajectories * constant))
+
+
+def _root_mean_square(centred_n: Floats) -> float:
+    return math.sqrt(float((centred_n**2).sum()) / len(centred_n))
+
+
+def _centred(rewards_n: Floats) -> tuple[Floats, float]:
+    """Rewards minus their mean, in units of a power of two (exact) that keeps squares finite: 1 for all but huge rewards."""
+    largest = float(np.abs(rewards_n).max())
+    unit = 1.0 if largest < _HUGE else float(np.ldexp(0.5, np.frexp(largest)[1]))
+    scaled_n = rewards_n / unit
+    # Means by hand: the sums of the reference (sum / n), not pairwise ones.
+    return scaled_n - scaled_n.sum() / len(scaled_n), unit

@@ -1,114 +1,199 @@
-"""What is reported of a step, by name. Finite numbers only.
+"""What is reported of a step, by name. Finite numbers only; what can't be computed is left out.
 
-`loss` (sum over trainable tokens / their number), `policy_loss` (the same), `grad_norm` (before clipping), `learning_rate`;
-`reward_mean`, `reward_std` (population, over all trajectories of the batch, also of groups without variance);
-`ratio_mean/min/max` (of the loss's level, before clips), `clip_fraction`; `ess` (effective sample size over the number of tokens,
-(sum r)^2 / (N sum r^2)); `kl_behaviour` (k3 estimate of KL(behaviour || learner), mean of exp(d) - 1 - d over the sampled tokens
-whose log-probability is known, d = new - old: Schulman 2020, never negative); `entropy` (mean over trainable tokens);
-`probs_corr` (Pearson, of exp(old) and exp(new)); `advantage_abs_mean`; `tokens`, `trainable_tokens`, `sequences`, `rows`, `fill`
-(share of packed positions that are no padding), `groups`, `trajectories`, `groups_zero_variance`, `exceptions`,
-`tokens_per_second` (through the update), `peak_memory_bytes`, `logprobs_missing` (trainable tokens without one).
+Of the batch (`batch_metrics`): `groups`, `trajectories`, `groups_zero_variance`, `exceptions`; `reward_mean/std/min/max` (population, over
+all trajectories, also of groups without variance), `reward_deviation` (mean over groups of the deviation inside); `updates`, `micro_steps`,
+`rows`, `dummy_passes` (passes of weight zero, made where a rank had no row left); `sequences`, `trainable_tokens`, `tokens` (computed:
+a shared prefix counts once), `sequence_tokens` (without sharing), `sharing` (their ratio), `fill` (tokens over what the rows could
+hold), `rank_balance` (tokens over ranks * the longest row, summed over micro steps: 1 where no rank waits), `padding_tokens` (0: rows have
+none).
+
+Of the trained tokens (`token_metrics`), each an unweighted mean over them unless said otherwise: `ratio_mean/min/max` (of the
+loss's level, before clips); `clip_fraction`, and its two parts by the advantage's sign, `clip_fraction_high` (A > 0) and
+`clip_fraction_low` (A < 0), shares of all tokens; `ess_tokens` = (sum r)^2 / sum r^2 (Kish; the number of tokens on-policy) and `ess`,
+its share of the tokens; `kl_behaviour` (k3 estimate of KL(behaviour || learner): exp(d) - 1 - d, d = new - behaviour, never negative)
+and `kl_behaviour_k1` (-d), over tokens whose log-probability is known; `kl_old`, as `kl_behaviour` for what the ratio is against;
+`kl_reference` (k3 estimate of KL(learner || reference), u = reference - new) and `kl_reference_k1` (-u); `entropy`; `probs_corr`
+(Pearson, of exp(behaviour) and exp(new)); `advantage_abs_mean`, `advantage_abs_weighted` (weighted as the loss is); `logprobs_missing`
+(tokens without one).
+
+By lag k, the versions between the one that sampled a token and the one that trained (0 to 15, then `16_up`; `unknown`):
+`lag_tokens_<k>`, `ratio_mean_lag_<k>`, `ess_lag_<k>` (a share); `lag_mean`, `lag_max` over known ones.
+
+The engine adds `loss`, `policy_loss`, `kl_loss`, `grad_norm`, `learning_rate`, timings and `peak_memory_bytes`. Guarantees: pure
+functions over numpy in float64 (but for `peak_memory`); log-probabilities that are infinite give finite numbers, since their
+differences are bounded as in the loss. Shapes: N trained tokens of the step, over all ranks.
 """
 
 import math
 import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from headrace.trainer.advantages import population_deviation
 from headrace.trainer.groups import TokenizedGroup
-from headrace.trainer.loss import LOG_RATIO_BOUND, LossOutput, LossTokens
-from headrace.trainer.options import StepOptions
-from headrace.trainer.packing import PackedRows
+from headrace.trainer.loss import LOG_RATIO_BOUND
+from headrace.trainer.reward_trend import reward_deviation
+from headrace.trainer.rows import PackedUpdate
+
+Floats = npt.NDArray[np.float64]
+LAG_BUCKETS = 16
+"""Lags that have a bucket of their own; larger ones share one."""
 
 
-class StepMetrics:
-    """Collects over the micro batches of a step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStats:
+    """All trained tokens of a step, in any order; [N] each."""
 
-    Args:
-        groups: The batch.
-        rows: Its packed rows.
-    """
+    new_N: Floats
+    """The learner's log-probability in the update that trained the token."""
+    old_N: Floats
+    """What the ratio is against; NaN where missing."""
+    behaviour_N: Floats
+    """As the sampler said; NaN where missing."""
+    reference_N: Floats | None
+    """The reference policy's; None without one."""
+    ratio_N: Floats
+    clipped_N: npt.NDArray[np.bool_]
+    entropy_N: Floats
+    advantages_N: Floats
+    weights_N: Floats
+    lags_N: npt.NDArray[np.integer]
+    """-1 where unknown."""
 
-    def __init__(self, groups: Sequence[TokenizedGroup], rows: PackedRows) -> None:
-        self._groups = groups
-        self._rows = rows
-        self._parts: list[dict[str, torch.Tensor]] = []
-        self._losses: list[torch.Tensor] = []
-        self.grad_norm = 0.0
 
-    def add(self, new_N: torch.Tensor, entropy_N: torch.Tensor, tokens: LossTokens, output: LossOutput, loss: torch.Tensor) -> None:
-        """One micro batch; `loss` is its share of the step's loss."""
-        self._losses.append(loss.double().cpu())
-        part = {
-            "new": new_N,
-            "old": tokens.old_N,
-            "entropy": entropy_N,
-            "ratio": output.ratio_N,
-            "clipped": output.clipped_N,
-            "advantage": tokens.advantages_N,
+def token_metrics(tokens: TokenStats) -> dict[str, float]:
+    """Metrics of the trained tokens; none without tokens."""
+    n = len(tokens.new_N)
+    if n == 0:
+        return {}
+    ratio_N, clipped_N, advantages_N = tokens.ratio_N, tokens.clipped_N, tokens.advantages_N
+    behaviour_d = _differences(tokens.new_N, tokens.behaviour_N)
+    known_N = ~np.isnan(tokens.behaviour_N)
+    values = {
+        "ratio_mean": float(ratio_N.mean()),
+        "ratio_min": float(ratio_N.min()),
+        "ratio_max": float(ratio_N.max()),
+        "clip_fraction": float(clipped_N.mean()),
+        "clip_fraction_high": float((clipped_N & (advantages_N > 0)).mean()),
+        "clip_fraction_low": float((clipped_N & (advantages_N < 0)).mean()),
+        "ess_tokens": _effective(ratio_N),
+        "ess": _effective(ratio_N) / n,
+        "kl_behaviour": _k3(behaviour_d),
+        "kl_behaviour_k1": _mean(-behaviour_d),
+        "kl_old": _k3(_differences(tokens.new_N, tokens.old_N)),
+        "entropy": float(tokens.entropy_N.mean()),
+        "probs_corr": _pearson(np.exp(tokens.behaviour_N[known_N]), np.exp(tokens.new_N[known_N])),
+        "advantage_abs_mean": float(np.abs(advantages_N).mean()),
+        "advantage_abs_weighted": _weighted_mean(np.abs(advantages_N), tokens.weights_N),
+        "logprobs_missing": float((~known_N).sum()),
+    }
+    if tokens.reference_N is not None:
+        u = _differences(tokens.reference_N, tokens.new_N)
+        values |= {"kl_reference": _k3(u), "kl_reference_k1": _mean(-u)}
+    return _finite(values | _by_lag(tokens.lags_N, ratio_N))
+
+
+def batch_metrics(groups: Sequence[TokenizedGroup], updates: Sequence[PackedUpdate]) -> dict[str, float]:
+    """Metrics of a batch and of its packed updates (several where the step makes several passes: each counts)."""
+    rewards = np.array([trajectory.reward for group in groups for trajectory in group.trajectories], dtype=np.float64)
+    rows = [row for update in updates for row in update.rows]
+    micro_steps = [step for update in updates for step in update.micro_steps]
+    tokens = sum(len(row) for row in rows)
+    sequence_tokens = sum(row.sequence_tokens for row in rows)
+    capacity = sum(update.capacity * sum(1 for _ in update.rows) for update in updates)
+    slots = sum(len(step) * max((len(row) for row in step if row is not None), default=0) for step in micro_steps)
+    values: dict[str, float] = {
+        "groups": len(groups),
+        "trajectories": len(rewards),
+        "groups_zero_variance": sum(bool(group.trajectories) and group.zero_variance for group in groups),
+        "exceptions": sum(group.exceptions for group in groups),
+        "updates": len(updates),
+        "micro_steps": len(micro_steps),
+        "rows": len(rows),
+        "dummy_passes": sum(row is None for step in micro_steps for row in step),
+        "sequences": sum(row.sequences for row in rows),
+        "trainable_tokens": sum(update.targets for update in updates),
+        "tokens": tokens,
+        "sequence_tokens": sequence_tokens,
+        "sharing": sequence_tokens / tokens if tokens else math.nan,
+        "fill": tokens / capacity if capacity else 0.0,
+        "rank_balance": tokens / slots if slots else math.nan,
+        "padding_tokens": 0.0,
+    }
+    if len(rewards):
+        deviation = reward_deviation(groups)
+        # Divided first, so that rewards near the end of float64 do not overflow their sum.
+        values |= {
+            "reward_mean": float((rewards / len(rewards)).sum()),
+            "reward_std": population_deviation(rewards),
+            "reward_min": float(rewards.min()),
+            "reward_max": float(rewards.max()),
+            "reward_deviation": math.nan if deviation is None else deviation,
         }
-        self._parts.append({name: values.detach().double().cpu() for name, values in part.items()})
-
-    @property
-    def loss(self) -> float:
-        """The step's loss."""
-        return float(sum(self._losses))
-
-    def as_dict(self, options: StepOptions, *, seconds: float) -> dict[str, float]:
-        """All metrics; `seconds` is the time of the update."""
-        rewards = np.array([trajectory.reward for group in self._groups for trajectory in group.trajectories], dtype=np.float64)
-        rows = self._rows
-        values: dict[str, float] = {
-            "learning_rate": options.learning_rate,
-            "tokens": rows.tokens,
-            "trainable_tokens": rows.trainable_tokens,
-            "sequences": len(np.unique(rows.branches_RL[rows.branches_RL >= 0])),
-            "rows": rows.rows,
-            "fill": rows.tokens / rows.token_ids_RL.size if rows.token_ids_RL.size else 0.0,
-            "groups": len(self._groups),
-            "trajectories": len(rewards),
-            "groups_zero_variance": sum(group.zero_variance for group in self._groups),
-            "exceptions": sum(group.exceptions for group in self._groups),
-            "peak_memory_bytes": _peak_memory(),
-        }
-        if len(rewards):
-            values |= {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}
-        if self._parts:
-            values |= self._token_metrics()
-            values |= {"loss": self.loss, "policy_loss": self.loss, "grad_norm": self.grad_norm}
-            values["tokens_per_second"] = rows.tokens / seconds if seconds > 0 else 0.0
-        return {name: float(value) for name, value in values.items() if math.isfinite(value)}
-
-    def _token_metrics(self) -> dict[str, float]:
-        all_N = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]}
-        ratio_N = all_N["ratio"]
-        known_N = ~all_N["old"].isnan()
-        d_N = (all_N["new"] - all_N["old"])[known_N].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        return {
-            "ratio_mean": float(ratio_N.mean()),
-            "ratio_min": float(ratio_N.min()),
-            "ratio_max": float(ratio_N.max()),
-            "clip_fraction": float(all_N["clipped"].mean()),
-            "ess": float(ratio_N.sum() ** 2 / (len(ratio_N) * (ratio_N**2).sum())),
-            "kl_behaviour": float((d_N.exp() - 1 - d_N).mean()),
-            "entropy": float(all_N["entropy"].mean()),
-            "advantage_abs_mean": float(all_N["advantage"].abs().mean()),
-            "probs_corr": _pearson(all_N["old"][known_N].exp(), all_N["new"][known_N].exp()),
-            "logprobs_missing": float((~known_N).sum()),
-        }
+    return _finite(values)
 
 
-def _pearson(a: torch.Tensor, b: torch.Tensor) -> float:
-    if len(a) < 2 or float(a.std()) == 0 or float(b.std()) == 0:
-        return math.nan
-    return float(torch.corrcoef(torch.stack([a, b]))[0, 1])
-
-
-def _peak_memory() -> float:
+def peak_memory() -> float:
+    """Bytes: of this process's GPU since its start or the last reset, or of its resident memory where there is no GPU."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def _by_lag(lags_N: npt.NDArray[np.integer], ratio_N: Floats) -> dict[str, float]:
+    values: dict[str, float] = {}
+    known_N = lags_N >= 0
+    bucket_N = np.where(known_N, np.minimum(lags_N, LAG_BUCKETS), -1)
+    for bucket in np.unique(bucket_N):
+        own = ratio_N[bucket_N == bucket]
+        name = "unknown" if bucket < 0 else f"{LAG_BUCKETS}_up" if bucket == LAG_BUCKETS else str(bucket)
+        values[f"lag_tokens_{name}"] = len(own)
+        values[f"ratio_mean_lag_{name}"] = float(own.mean())
+        values[f"ess_lag_{name}"] = _effective(own) / len(own)
+    if known_N.any():
+        values |= {"lag_mean": float(lags_N[known_N].mean()), "lag_max": float(lags_N[known_N].max())}
+    return values
+
+
+def _effective(ratio_N: Floats) -> float:
+    """Kish's effective number of samples; NaN where all ratios are 0."""
+    largest = float(ratio_N.max())
+    if largest == 0.0:
+        return math.nan
+    relative_N = ratio_N / largest  # squares of the largest ratios stay in range
+    return float(relative_N.sum() ** 2 / (relative_N**2).sum())
+
+
+def _differences(a_N: Floats, b_N: Floats) -> Floats:
+    """Of the tokens where both are known: bounded as in the loss."""
+    d_N = np.clip(a_N, -1e4, 1e4) - np.clip(b_N, -1e4, 1e4)
+    return np.clip(d_N[~np.isnan(d_N)], -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _k3(d: Floats) -> float:
+    return _mean(np.expm1(d) - d)
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _weighted_mean(values_N: Floats, weights_N: Floats) -> float:
+    total = float(weights_N.sum())
+    return float((values_N * weights_N).sum() / total) if total else math.nan
+
+
+def _pearson(a: Floats, b: Floats) -> float:
+    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return math.nan
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if math.isfinite(value)}

@@ -1,36 +1,18 @@
-"""From the job API's training config to what a step does: defaults filled in, and options that are not there yet refused by name.
+"""From the job API's training config to what a step does: all defaults filled in.
 
-Guarantees: `resolve` is pure and needs no torch, so the door (command line, worker) can refuse a model or a job at its creation, with
-every option it would trip over. An option that would change nothing at its value (a KL coefficient of 0) passes.
-Defaults are those of the reference service; `epsilon_high` said as null means "same as epsilon", absent it means the loss's own default.
+Guarantees: `resolve` is pure and needs no torch; every option of the config is in its result, and what an option can't do in this config
+is said in `warnings` (contradictions never come this far: `headrace.schemas.training` refuses them). Defaults are those of the
+reference service; `epsilon_high` said as null means "same as epsilon", absent it means the loss's own default.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.core.errors import HeadraceError
-from headrace.schemas.training import TrainConfig
+from headrace.schemas.training import KL_REFERENCES, LossAggregation, TrainConfig
 
 LossKind = Literal["cispo", "ppo"]
 RatioLevel = Literal["token", "sequence", "average", "geometric_average"]
-
-
-class UnsupportedOptionError(HeadraceError):
-    """Options were asked for that this release does not have.
-
-    Args:
-        options: Their names, in the order of the config.
-    """
-
-    def __init__(self, options: tuple[str, ...]) -> None:
-        super().__init__(
-            f"not there yet in this release: {', '.join(options)}. Leave {'it' if len(options) == 1 else 'them'} out or set to null."
-        )
-        self.options = options
-
-    def __reduce__(self) -> tuple[type["UnsupportedOptionError"], tuple[tuple[str, ...]]]:
-        # Default pickling would call the class with the message.
-        return type(self), (self.options,)
+KlSource = Literal["current_learner", "sample"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +32,11 @@ class LossOptions:
     kimi_k2_tau: float | None = None
     """A := A - tau * (new - old), detached."""
     recompute_old: bool = False
-    """`precalculate_logprobs`: the ratio's old policy is the learner before this step."""
+    """`precalculate_logprobs`: the ratio's old policy is the learner before this step; the engine computes its log-probabilities."""
     truncation_cap: float | None = None
-    """`truncated_importance_sampling`: cap on exp(old - behaviour), which weighs the loss; needs `recompute_old`."""
+    """`truncated_importance_sampling`: cap on exp(old - behaviour), which weighs the loss; only with `recompute_old`."""
+    kl_loss_coef: float = 0.0
+    """Coefficient of the k3 estimate of KL to the reference, added to each token's loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +47,22 @@ class AdvantageOptions:
     """Divide centred rewards by (population standard deviation + 1e-6)."""
     balance: float = 0.0
     """In [-1, 1]: above 0 shrinks advantages that are not positive by (1 - b), below 0 those that are not negative by (1 + b)."""
+    rescale: bool = True
+    """Make the batch's weighted mean of |A| 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlOptions:
+    """KL to a reference policy as a change of advantages, and which policy that is; at most one of the three says so, none: the base."""
+
+    coef: float = 0.0
+    source: KlSource = "current_learner"
+    """Whose log-probabilities are compared with the reference's: the learner's in this update, or the sampler's."""
+    reference_step: int | None = None
+    step_lag: int | None = None
+    """The reference is the version `max(0, current - step_lag)`."""
+    adapter_uri: str | None = None
+    """Of an adapter in the object store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,36 +72,32 @@ class StepOptions:
     learning_rate: float
     loss: LossOptions
     advantages: AdvantageOptions
+    kl: KlOptions
+    aggregation: LossAggregation
+    aggregation_constant: float | None
+    """Tokens that `constant_norm` divides by; None for the others."""
     packed_sequence_length: int | None
-    """Tokens of a packed row; None: the longest sequence, rounded up."""
+    """Tokens of a packed row; None: as many as the device's budget says."""
+    rows_per_update: int | None
+    """`grad_accumulation_sequences`; None: all rows of the step in one update."""
+    logprob_chunk: int
+    """Positions that go through the vocabulary projection at once."""
     allow_training_without_logprobs: bool
+    plot_tensors: bool
+    scale_rate_by_reward_deviation: bool
+    trajectories_power: float
+    """The rate is multiplied by (trajectories that train in the update) ** this."""
+    warnings: tuple[str, ...]
+    """What the config asks for and does not get, or may not mean; each a sentence for people."""
 
-
-def unsupported(config: TrainConfig) -> tuple[str, ...]:
-    """Names of the options that are set in a way this release does not have."""
-    asked = {
-        "kl_penalty_coef": bool(config.kl_penalty_coef),
-        "kl_penalty_reference_step": config.kl_penalty_reference_step is not None,
-        "kl_penalty_step_lag": config.kl_penalty_step_lag is not None,
-        "kl_ref_adapter_path": config.kl_ref_adapter_path is not None,
-        "scale_learning_rate_by_reward_std_dev": bool(config.scale_learning_rate_by_reward_std_dev),
-        "num_trajectories_learning_rate_multiplier_power": bool(config.num_trajectories_learning_rate_multiplier_power),
-        "logprob_calculation_chunk_size": config.logprob_calculation_chunk_size is not None,
-        "plot_tensors": bool(config.plot_tensors),
-        "grad_accumulation_sequences": config.grad_accumulation_sequences is not None,
-    }
-    return tuple(name for name, is_asked in asked.items() if is_asked)
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference's log-probabilities are computed."""
+        return self.kl.coef > 0 or self.loss.kl_loss_coef > 0
 
 
 def resolve(config: TrainConfig) -> StepOptions:
-    """Fill in the defaults.
-
-    Raises:
-        UnsupportedOptionError: naming every option that is not there yet.
-    """
-    missing = unsupported(config)
-    if missing:
-        raise UnsupportedOptionError(missing)
+    """Fill in the defaults."""
     kind: LossKind = "ppo" if config.ppo or config.loss_fn == "ppo" else "cispo"
     epsilon = config.epsilon if config.epsilon is not None else {"ppo": 0.2, "cispo": 1.0}[kind]
     recompute = bool(config.precalculate_logprobs)
@@ -118,14 +114,31 @@ def resolve(config: TrainConfig) -> StepOptions:
             recompute_old=recompute,
             # Without recomputed log-probabilities there is no second ratio to truncate; the peer then used the first one twice.
             truncation_cap=(config.truncated_importance_sampling or None) if recompute else None,
+            kl_loss_coef=config.kl_loss_coef or 0.0,
         ),
         advantages=AdvantageOptions(
             # normalize_advantages=true does not bring back a scaling that scale_rewards=false took away.
             scale_rewards=config.scale_rewards is not False and config.normalize_advantages is not False,
             balance=config.advantage_balance or 0.0,
+            rescale=config.rescale_advantages is not False,
         ),
+        kl=KlOptions(
+            coef=config.kl_penalty_coef or 0.0,
+            source=config.kl_penalty_source or "current_learner",
+            reference_step=config.kl_penalty_reference_step,
+            step_lag=config.kl_penalty_step_lag,
+            adapter_uri=config.kl_ref_adapter_path,
+        ),
+        aggregation=config.loss_aggregation or "sequence_mean_token_mean",
+        aggregation_constant=config.loss_aggregation_constant,
         packed_sequence_length=config.packed_sequence_length,
+        rows_per_update=config.grad_accumulation_sequences,
+        logprob_chunk=config.logprob_calculation_chunk_size or 1024,
         allow_training_without_logprobs=bool(config.allow_training_without_logprobs),
+        plot_tensors=bool(config.plot_tensors),
+        scale_rate_by_reward_deviation=bool(config.scale_learning_rate_by_reward_std_dev),
+        trajectories_power=config.num_trajectories_learning_rate_multiplier_power or 0.0,
+        warnings=_warnings(config),
     )
 
 
@@ -135,3 +148,18 @@ def _epsilon_high(config: TrainConfig, kind: LossKind, epsilon: float) -> float:
     if kind == "ppo" or "epsilon_high" in config.model_fields_set:
         return epsilon
     return 4.0
+
+
+def _warnings(config: TrainConfig) -> tuple[str, ...]:
+    found = []
+    if config.truncated_importance_sampling and not config.precalculate_logprobs:
+        found.append(
+            "truncated_importance_sampling does nothing without precalculate_logprobs: the ratio to the sampler is in the loss already, "
+            "and a second factor would apply it twice"
+        )
+    if config.kl_penalty_coef and config.kl_loss_coef:
+        found.append("kl_penalty_coef and kl_loss_coef are both set: KL to the reference acts twice, on advantages and in the loss")
+    if not (config.kl_penalty_coef or config.kl_loss_coef):
+        named = [name for name in KL_REFERENCES if getattr(config, name) is not None]
+        found.extend(f"{name} does nothing without kl_penalty_coef or kl_loss_coef" for name in named)
+    return tuple(found)
