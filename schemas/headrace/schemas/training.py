@@ -111,6 +111,17 @@ class TrainConfig(Open):
         return self
 
 
+def row_length_problem(train: TrainConfig, max_sequence_tokens: int) -> str | None:
+    """Why a config's packed rows don't fit a model; None if they do. A job's config is merged over its model's, so both doors ask."""
+    length = train.packed_sequence_length
+    if length is None or length <= max_sequence_tokens:
+        return None
+    return (
+        f"train.packed_sequence_length={length} is above max_sequence_tokens={max_sequence_tokens}: "
+        "as in the reference service, a row is at most as long as a sequence may be"
+    )
+
+
 class LoraSettings(Record):
     """Low-rank adapters by peft: rank, scale (alpha / r) and which linear layers."""
 
@@ -119,6 +130,11 @@ class LoraSettings(Record):
     dropout: Literal[0] = 0
     """Only 0: dropout would make a replay depend on the packing."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+
+
+def _check_min_rate(schedule: RateSchedule, min_rate_ratio: float) -> None:
+    if schedule == "constant" and min_rate_ratio:
+        raise ValueError(f"min_rate_ratio={min_rate_ratio} contradicts schedule='constant': only linear and cosine come to it")
 
 
 class OptimizerSettings(Record):
@@ -216,19 +232,3 @@ class SftConfig(Record):
     def _no_contradictions(self) -> Self:
         _check_min_rate(self.schedule, self.min_rate_ratio)
         return self
-
-
-def row_length_problem(train: TrainConfig, max_sequence_tokens: int) -> str | None:
-    """Why a config's packed rows don't fit a model; None if they do. A job's config is merged over its model's, so both doors ask."""
-    length = train.packed_sequence_length
-    if length is None or length <= max_sequence_tokens:
-        return None
-    return (
-        f"train.packed_sequence_length={length} is above max_sequence_tokens={max_sequence_tokens}: "
-        "as in the reference service, a row is at most as long as a sequence may be"
-    )
-
-
-def _check_min_rate(schedule: RateSchedule, min_rate_ratio: float) -> None:
-    if schedule == "constant" and min_rate_ratio:
-        raise ValueError(f"min_rate_ratio={min_rate_ratio} contradicts schedule='constant': only linear and cosine come to it")
