@@ -97,6 +97,7 @@ def groups(draw: st.DrawFn) -> SampledGroup:
         metadata=draw(st.dictionaries(text, json_values, max_size=2)),
         metrics=draw(st.dictionaries(text, finite, max_size=2)),
         group_id=draw(st.none() | text.filter(bool)),
+        purpose=draw(st.sampled_from([None, "rl", "sft"])),
         **draw(extras),
     )
     return SampledGroup(group=group, turns=tuple(sampled))

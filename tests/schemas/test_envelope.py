@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel
 from headrace.schemas.envelope import Envelope, header_text, model_of, open_record, record_models, seal, type_of
 from headrace.schemas.errors import CodecError
-from headrace.schemas.events import GroupRejected
+from headrace.schemas.events import GroupRejected, TrajectoryRejected
 from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.reasons import DeadLetterReason as Reason
 from headrace.schemas.reasons import RejectionReason
@@ -24,6 +24,7 @@ RECORDS: list[BaseModel] = [
     ),
     DeleteModel(model_id="m"),
     CancelJob(model_id="m", job_id="j"),
+    TrajectoryRejected(model_id="m", group_id="g", reason=RejectionReason.STALE, detail="é", trajectory=3, partition=1, offset=2),
     GroupRejected(model_id="m", group_id="g", reason=RejectionReason.STALE, detail="é", partition=1, offset=2),
     WeightsPublished(
         model_id="m",

@@ -5,70 +5,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.trainer.conversations import ALLOW, USER, choice, only, refusal, runs, tokenize
 from tests.trainer.tiny import END, START, TEMPLATE, VOCABULARY
 
 from headrace.schemas.chat import Tool
-from headrace.schemas.codec import SampledGroup, sampled
 from headrace.schemas.reasons import RejectionReason as Reason
 from headrace.schemas.training import TrainConfig
-from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.trainer.chat_text import canonical_tool
-from headrace.trainer.groups import TokenizedGroup, TokenSequence
 from headrace.trainer.plan import BaseSource
-from headrace.trainer.tokenize import BaseUnreadableError, GroupRefused, GroupTokenizer
-
-ALLOW = TrainConfig(allow_training_without_logprobs=True)
-USER = {"role": "user", "content": "q"}
+from headrace.trainer.tokenize import BaseUnreadableError, GroupTokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny: BaseSource) -> GroupTokenizer:
     return GroupTokenizer(tiny)
-
-
-def choice(text: str, ids: list[int] | None = None, **changes: Any) -> dict[str, Any]:
-    """A sampled turn; by default its text byte by byte, ended by the model."""
-    tokens = [*text.encode(), END] if ids is None else ids
-    return {
-        "finish_reason": "stop",
-        "message": {"role": "assistant", "content": text},
-        "token_ids": tokens,
-        "token_logprobs": [-0.5 - 0.01 * i for i in range(len(tokens))],
-        **changes,
-    }
-
-
-def group_of(*conversations: list[dict[str, Any]], **trajectory: Any) -> SampledGroup:
-    trajectories = [{"messages_and_choices": items, "reward": float(i), **trajectory} for i, items in enumerate(conversations)]
-    return sampled(TrajectoryGroup.model_validate({"trajectories": trajectories}))
-
-
-def tokenize(
-    tokenizer: GroupTokenizer, *conversations: list[dict[str, Any]], config: TrainConfig | None = None, limit: int = 400, **trajectory: Any
-) -> TokenizedGroup:
-    return tokenizer.tokenize(group_of(*conversations, **trajectory), "g", config or TrainConfig(), limit)
-
-
-def only(group: TokenizedGroup) -> TokenSequence:
-    ((sequence,),) = [trajectory.sequences for trajectory in group.trajectories]
-    return sequence
-
-
-def refusal(tokenizer: GroupTokenizer, *conversations: list[dict[str, Any]], **options: Any) -> GroupRefused:
-    with pytest.raises(GroupRefused) as caught:
-        tokenize(tokenizer, *conversations, **options)
-    return caught.value
-
-
-def runs(sequence: TokenSequence) -> list[tuple[bool, int]]:
-    """The mask as runs: [(False, 20), (True, 3)]."""
-    found: list[tuple[bool, int]] = []
-    for value in sequence.trainable.tolist():
-        if found and found[-1][0] == value:
-            found[-1] = (value, found[-1][1] + 1)
-        else:
-            found.append((value, 1))
-    return found
 
 
 def test_published_tokenization_of_one_turn(tokenizer: GroupTokenizer):
@@ -228,11 +178,16 @@ def test_told_messages_are_context_unless_allowed(tokenizer: GroupTokenizer):
         ([{"role": "user", "content": "q" * 600}, choice("a")], Reason.TOO_LONG, "a sequence of 621 tokens, at most 400"),
     ],
 )
-def test_an_unfit_trajectory_refuses_its_group_by_name(tokenizer: GroupTokenizer, items: list[dict[str, Any]], reason: Reason, part: str):
-    refused = refusal(tokenizer, [USER, choice("fine")], items)
-    assert (refused.reason, refused.trajectory) == (reason, 1)
-    assert refused.detail.startswith("trajectories[1]: ")
-    assert part in refused.detail
+def test_an_unfit_trajectory_is_set_aside_with_a_reason_of_its_own(
+    tokenizer: GroupTokenizer, items: list[dict[str, Any]], reason: Reason, part: str
+):
+    group = tokenize(tokenizer, [USER, choice("fine")], items, [USER, choice("also")])
+    assert [trajectory.reward for trajectory in group.trajectories] == [0.0, 2.0]
+    assert group.indices == [0, 2]
+    (rejected,) = group.rejected
+    assert (rejected.reason, rejected.index) == (reason, 1)
+    assert rejected.detail.startswith("trajectories[1]: ")
+    assert part in rejected.detail
 
 
 def test_a_history_at_fault_is_named(tokenizer: GroupTokenizer):
@@ -293,17 +248,9 @@ def test_a_folder_that_is_no_base_model_says_so(tmp_path: Any):
 
 
 def test_rewards_versions_and_exceptions_are_carried(tokenizer: GroupTokenizer):
-    group = sampled(
-        TrajectoryGroup.model_validate(
-            {
-                "trajectories": [
-                    {"messages_and_choices": [USER, choice("a")], "reward": 0.1, "initial_policy_version": 3, "final_policy_version": 4}
-                ],
-                "exceptions": [{"type": "E", "message": "boom"}],
-            }
-        )
-    )
-    tokenized = tokenizer.tokenize(group, "id", TrainConfig(), 400)
+    failed = {"exceptions": [{"type": "E", "message": "boom"}]}
+    versions = {"reward": 0.1, "initial_policy_version": 3, "final_policy_version": 4}
+    tokenized = tokenize(tokenizer, [USER, choice("a")], group=failed, **versions)
     (trajectory,) = tokenized.trajectories
     assert (trajectory.reward, trajectory.initial_policy_version, trajectory.final_policy_version) == (0.1, 3, 4)
-    assert (tokenized.group_id, tokenized.exceptions, tokenized.zero_variance) == ("id", 1, True)
+    assert (tokenized.group_id, tokenized.exceptions, tokenized.zero_variance) == ("g", 1, True)

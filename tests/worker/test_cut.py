@@ -120,7 +120,7 @@ def test_a_stale_group_is_refused_at_the_cut_and_the_next_one_takes_its_place() 
     admit(run, 1, initial=3, final=3)
     assert offsets(run) is None
     assert [(event.group_id, event.reason) for event in run.rejected] == [("g0", RejectionReason.STALE)]
-    assert run.rejected[0].detail == "trajectory 0 is 3 versions behind (2 of 5); max_policy_lag is 2"
+    assert run.rejected[0].detail == "trajectories[0]: it is 3 versions behind (2 of 5); max_policy_lag is 2"
     admit(run, 2, initial=5, final=5)
     assert offsets(run) == [1, 2]
 
@@ -137,8 +137,8 @@ def test_a_stale_group_is_refused_at_the_cut_and_the_next_one_takes_its_place() 
     ],
 )
 def test_a_version_that_was_never_published_is_refused(initial: int | None, final: int | None, reason: RejectionReason | None) -> None:
-    verdict = judge(run_of(version=3), group("g", initial=initial, final=final))
-    assert (None if verdict is None else verdict[0]) == reason
+    refusal = judge(run_of(version=3), group("g", initial=initial, final=final)).refusal
+    assert (None if refusal is None else refusal.reason) == reason
 
 
 def test_nothing_is_cut_while_pending_groups_of_the_committed_state_are_read_again() -> None:

@@ -28,7 +28,7 @@ def test_what_happens_while_a_commit_is_on_its_way_stays_to_be_said() -> None:
     state, revision = run.state_at(1), run.revision
     run.refuse(offset=1, group_id="y", job_id=None, reason=RejectionReason.TOO_LONG, detail="2")
     run.set_status("deleted", None)
-    run.committed(state, revision=revision, rejected=1, job_events=0, documents={})
+    run.committed(state, revision=revision, rejected=1, rejected_trajectories=0, job_events=0, documents={})
     assert [event.group_id for event in run.rejected] == ["y"]
     assert run.dirty
     assert run.urgent

@@ -1,4 +1,4 @@
-"""`headrace produce FILE.jsonl`: groups from a file into the log, one a line."""
+"""`headrace produce FILE.jsonl`: groups from a file into the log, one a line; or examples for supervised fine-tuning."""
 
 import asyncio
 import logging
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headrace.producers import TrajectoryProducer
     from headrace.producers.jsonl import GoodLine
     from headrace.producers.producer import Delivery
+    from headrace.schemas.training import SftConfig
 
 
 def produce(
@@ -28,6 +29,14 @@ def produce(
         bool, typer.Option("--job", help="Ask for one training step on exactly these groups; nothing is sent if a line is bad.")
     ] = False,
     job_id: Annotated[str | None, typer.Option(help="Id of the job; sending it again with the same id and file is safe.")] = None,
+    *,
+    sft: Annotated[
+        bool,
+        typer.Option("--sft", help='A job that imitates: lines are {"messages": [...], "tools": [...]}, or groups. Implies --job.'),
+    ] = False,
+    epochs: Annotated[int | None, typer.Option(help="With --sft: how often each example is trained on; 1.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="With --sft: examples of one optimizer update; 2.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="With --sft: 5e-5.")] = None,
 ) -> None:
     """Send groups from a file. Bad lines are named and left out; the exit code is then 1."""
     from rich.console import Console  # noqa: PLC0415  (`headrace --help` does not wait for it)
@@ -37,6 +46,7 @@ def produce(
     from headrace.core.settings import Settings  # noqa: PLC0415
     from headrace.producers import TrajectoryProducer  # noqa: PLC0415
 
+    examples = _sft_config(sft=sft, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate)
     if file != "-" and not Path(file).is_file():
         raise typer.BadParameter(f"{file} is no file", param_hint="FILE")
     logging.getLogger("headrace.producers").setLevel(logging.CRITICAL)  # each failure is printed with its line instead
@@ -52,7 +62,7 @@ def produce(
         await models.get_model(settings, model_id)  # a group for a model that nobody knows would end as a dead letter
         async with TrajectoryProducer(settings, model_id=model_id) as producer:
             sender = _Sender(producer, progress)
-            await sender.send_all(stream, size, job=job, job_id=job_id)
+            await sender.send_all(stream, size, job=job or sft, job_id=job_id, sft=examples)
             return sender
 
     size = None if file == "-" else Path(file).stat().st_size
@@ -62,9 +72,28 @@ def produce(
         typer.echo(f"job {sender.job_id}")
     typer.echo(f"sent {sender.sent}, bad {sender.bad}, failed {sender.failed}")
     if sender.bad or sender.failed:
-        if job:
+        if job or sft:
             typer.echo("the job was not submitted", err=True)
         raise typer.Exit(1)
+
+
+def _sft_config(*, sft: bool, **options: float | None) -> "SftConfig | None":
+    """The job's options as given; what is not given stays at its default."""
+    from pydantic import ValidationError  # noqa: PLC0415 - as above
+
+    from headrace.schemas.training import SftConfig  # noqa: PLC0415 - as above
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if not sft:
+        if given:
+            raise typer.BadParameter("--" + ", --".join(name.replace("_", "-") for name in given) + " need --sft")
+        return None
+    try:
+        return SftConfig.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0]).replace("_", "-")
+        raise typer.BadParameter(first["msg"], param_hint=f"--{name}") from None
 
 
 class _Sender:
@@ -76,13 +105,14 @@ class _Sender:
         self.sent = self.bad = self.failed = 0
         self.job_id: str | None = None
 
-    async def send_all(self, stream: BinaryIO, size: int | None, *, job: bool, job_id: str | None) -> None:
+    async def send_all(self, stream: BinaryIO, size: int | None, *, job: bool, job_id: str | None, sft: "SftConfig | None") -> None:
         """Every line; the groups of a job are held until the last line is read."""
         from headrace.producers import DeliveryError, InvalidGroupError  # noqa: PLC0415
+        from headrace.producers.examples import parcels  # noqa: PLC0415
 
         bar = self._progress.add_task("sending", total=size)
         held = []
-        async for line in self._good_lines(stream, bar):
+        async for line in self._good_lines(stream, bar, sft=sft is not None):
             if job:
                 held.append(line)
                 continue
@@ -94,17 +124,21 @@ class _Sender:
                 delivery.add_done_callback(partial(self._delivered, line.number))
         await self._producer.flush()
         if job and not self.bad:
+            job_id = job_id or str(uuid.uuid4())
+            groups = [line.group for line in held] if sft is None else [*parcels(held, job_id)]
             try:
-                self.job_id = await self._producer.submit_job([line.group for line in held], job_id=job_id)
+                self.job_id = await self._producer.submit_job(groups, job_id=job_id, sft=sft)
                 self.sent = len(held)
             except (InvalidGroupError, DeliveryError) as error:
                 self.failed = len(held)
                 self._progress.console.print(str(error), markup=False, highlight=False, soft_wrap=True)
 
-    async def _good_lines(self, stream: BinaryIO, bar: "TaskID") -> "AsyncIterator[GoodLine]":
+    async def _good_lines(self, stream: BinaryIO, bar: "TaskID", *, sft: bool) -> "AsyncIterator[GoodLine]":
+        from headrace.producers.examples import decode_example  # noqa: PLC0415
         from headrace.producers.jsonl import BadLine, read_groups  # noqa: PLC0415
+        from headrace.schemas.codec import decode_group  # noqa: PLC0415
 
-        lines = read_groups(stream)
+        lines = read_groups(stream, decode=decode_example if sft else decode_group)
         while (line := await asyncio.to_thread(next, lines, None)) is not None:
             self._progress.update(bar, completed=line.end)
             if isinstance(line, BadLine):

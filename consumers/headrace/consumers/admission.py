@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.reasons import DeadLetterReason, RejectionReason
-from headrace.schemas.training import TrainConfig
+from headrace.schemas.training import ModelSettings
 from headrace.trainer.groups import TokenizedGroup
 from headrace.trainer.plan import BaseSource
 
@@ -20,14 +20,12 @@ class AdmissionRequest:
     """`<partition>-<offset>`: the group's id where its producer gave none."""
     base: BaseSource | None
     """None: the model does not train; the group is only read."""
-    config: TrainConfig
-    max_tokens: int
-    refuse_zero_variance: bool
+    settings: ModelSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """Ready to train, as far as the record itself tells."""
+    """Ready to train, as far as the record itself tells. Members that are not are in `group.rejected`."""
 
     group: TokenizedGroup
     job_id: str | None
@@ -35,7 +33,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """Read, and refused."""
+    """Read, and refused as a whole."""
 
     group_id: str
     job_id: str | None

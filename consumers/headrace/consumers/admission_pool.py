@@ -64,7 +64,7 @@ class AdmissionPool:
                 group_id=request.fallback_id,
                 job_id=None,
                 reason=RejectionReason.TOKENIZATION_FAILED,
-                detail="the process that reads and tokenizes groups died on this record",
+                detail="the process that reads and tokenizes groups died on this record: it crashed, or took too much time",
             )
 
     def _restart(self) -> None:

@@ -1,8 +1,9 @@
 """From a record's bytes to a tokenized group, or to the reason why not. Runs in the tokenizing process.
 
 Guarantees: whatever the bytes are, the answer is `Admitted`, `Refused` (it could be read) or `Unreadable` (it could not); only an
-object store that can't be reached raises. Gives up: what needs the lane's order: duplicates, jobs and policy versions are judged
-by the lane.
+object store that can't be reached raises. A base model whose folder can't be read refuses its own groups, no other model's. A record that
+uses up its processor time ends the process, and is refused by the pool. Gives up: what needs the lane's order: duplicates, jobs and policy
+versions are judged by the lane.
 """
 
 import os
@@ -30,10 +31,11 @@ from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.reasons import DeadLetterReason, RejectionReason
 from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.trainer.plan import BaseSource
-from headrace.trainer.tokenize import GroupRefused, GroupTokenizer
+from headrace.trainer.tokenize import BaseUnreadableError, GroupRefused, GroupTokenizer
 
 GROUP_TOPIC_MODELS = (TrajectoryGroup, GroupClaim, TrainingJob)
-
+RECORD_SECONDS = 120.0
+"""Processor time for one record. What Python can stop has bounds of its own far below (`template_bound.py`)."""
 
 _settings: Settings | None = None
 
@@ -42,17 +44,26 @@ def prepare(settings: Settings) -> None:
     """Initialise the process: it leaves signals to its parent and stays single-threaded."""
     global _settings  # noqa: PLW0603 - the one thing that a pool's process is told
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Whatever a library may have set: the timer below ends the process, also in the middle of a computation in C.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _settings = settings
 
 
 def admit_all(requests: list[AdmissionRequest]) -> list[AdmissionResult]:
-    """Answer each request.
+    """Answer each request, in a process that `prepare` set up: one that takes `RECORD_SECONDS` ends it.
 
     Raises:
         HeadraceError: the object store can't be reached.
     """
-    return [admit(request) for request in requests]
+    answers = []
+    for request in requests:
+        signal.setitimer(signal.ITIMER_PROF, RECORD_SECONDS)
+        try:
+            answers.append(admit(request))
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    return answers
 
 
 def admit(request: AdmissionRequest) -> AdmissionResult:
@@ -64,6 +75,9 @@ def admit(request: AdmissionRequest) -> AdmissionResult:
         return Unreadable(reason=error.reason, path=error.path, detail=error.detail)
     except GroupRefused as refusal:
         return seen.refused(refusal.reason, refusal.detail, refusal.trajectory)
+    except BaseUnreadableError as error:
+        # To wait for the folder, as for a store, would hold up the lane's other models.
+        return seen.refused(RejectionReason.TOKENIZATION_FAILED, str(error))
     except HeadraceError:
         raise
     except Exception as error:  # noqa: BLE001 - the last line of defence: one record never takes others down
@@ -98,12 +112,10 @@ def _admit(request: AdmissionRequest, seen: _Seen) -> AdmissionResult:
     seen.take(sampled.group.group_id, sampled.group.job_id)
     if request.base is None:
         return NotTokenized(group_id=seen.group_id, job_id=seen.job_id)
-    group = _tokenizer(request.base).tokenize(sampled, seen.group_id, request.config, request.max_tokens)
-    if request.refuse_zero_variance and group.zero_variance:
-        reward = group.trajectories[0].reward
-        detail = f"all {len(group.trajectories)} rewards are {reward}: nothing to learn from (batch.zero_variance=refuse)"
-        return seen.refused(RejectionReason.ZERO_VARIANCE, detail)
-    return Admitted(group=group, job_id=seen.job_id)
+    if sampled.group.purpose == "sft" and seen.job_id is None:
+        detail = "purpose is 'sft', but there is no job_id: examples train in a job of kind 'sft' (`submit_job`), never in the stream"
+        return seen.refused(RejectionReason.SFT_WITHOUT_JOB, detail)
+    return Admitted(group=_tokenizer(request.base).tokenize(sampled, seen.group_id, request.settings), job_id=seen.job_id)
 
 
 def _job(request: AdmissionRequest) -> TrainingJob:

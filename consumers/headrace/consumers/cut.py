@@ -2,18 +2,32 @@
 
 A bucket is complete by its policy: a job's with its full set, the stream's with `groups_per_step` groups or `max_tokens_per_step`
 tokens. Steps run in the order of the log record that completed their bucket. Lag and versions are judged here, at the version that the
-step starts from (exactly-once rules 7 and 9).
+step starts from (exactly-once rules 7 and 9), for each trajectory alone; the model's policy says what becomes of the rest of its group.
 
-Guarantees: a pure function of the log and of the model's committed version: no clock, no arrival times. What is refused here is
-refused through `ModelRun.refuse`, and the place it leaves is filled by the next group of its bucket.
+Guarantees: a pure function of the log and of the model's committed version: no clock, no arrival times. A group that is refused here is
+refused through `ModelRun.refuse`, and the place it leaves is filled by the next group of its bucket; a group that lost members keeps its
+place. Members lost here are the batch's to report, in the transaction of its step: reported earlier they would be reported again after a
+crash, since the group is still pending. A job whose kind is not that of its groups fails, and nothing of it trains.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.consumers.model_run import ModelRun, Waiting
+from headrace.schemas.jobs import JobState
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import OpenJob
-from headrace.trainer.groups import TokenizedGroup
+from headrace.trainer.group_policy import GroupRefusal, refusal_of, without
+from headrace.trainer.groups import RejectedTrajectory, TokenizedGroup, TokenizedTrajectory
+
+_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """Members of a group that the batch trains without them."""
+
+    waiting: Waiting
+    members: tuple[RejectedTrajectory, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +40,8 @@ class Batch:
     """`groups_per_step`, `max_tokens_per_step` or `job`."""
     completed_at: int
     """Offset of the record that completed the bucket: the order of steps."""
+    lost: tuple[Lost, ...] = ()
+    """Members whose versions do not let them train now; `groups` are without them."""
 
 
 def next_batch(run: ModelRun) -> Batch | None:
@@ -38,29 +54,64 @@ def next_batch(run: ModelRun) -> Batch | None:
         if not complete:
             return None
         first = min(complete, key=lambda batch: batch.completed_at)
-        unfit = [(waiting, verdict) for waiting in first.groups if (verdict := judge(run, waiting.group)) is not None]
-        if not unfit:
-            return first
-        for waiting, (reason, detail) in unfit:
-            run.refuse(offset=waiting.offset, group_id=waiting.group.group_id, job_id=waiting.job_id, reason=reason, detail=detail)
+        if first.job_id is not None and (message := _mismatch(run, first)) is not None:
+            run.refuse_all(RejectionReason.JOB_KIND_MISMATCH, message, first.job_id)
+            run.move_job(first.job_id, JobState.FAILED, message=message)
+            continue
+        judged = [(waiting, judge(run, waiting.group)) for waiting in first.groups]
+        refused = [(waiting, verdict.refusal) for waiting, verdict in judged if verdict.refusal is not None]
+        if not refused:
+            return replace(
+                first,
+                groups=tuple(replace(waiting, group=verdict.group) if verdict.lost else waiting for waiting, verdict in judged),
+                lost=tuple(Lost(waiting=waiting, members=verdict.lost) for waiting, verdict in judged if verdict.lost),
+            )
+        for waiting, refusal in refused:
+            run.refuse(
+                offset=waiting.offset,
+                group_id=waiting.group.group_id,
+                job_id=waiting.job_id,
+                reason=refusal.reason,
+                detail=refusal.detail,
+                trajectory=refusal.trajectory,
+            )
 
 
-def judge(run: ModelRun, group: TokenizedGroup) -> tuple[RejectionReason, str] | None:
-    """Whether the group's versions let it train now: None, or the reason and the detail."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What may train of a group now."""
+
+    group: TokenizedGroup
+    """Without the lost members."""
+    lost: tuple[RejectedTrajectory, ...] = ()
+    refusal: GroupRefusal | None = None
+    """Why nothing may."""
+
+
+def judge(run: ModelRun, group: TokenizedGroup) -> Verdict:
+    """Which members' versions let them train now, and whether the rest is enough for the model's policy."""
+    found = ((index, _unfit(run, t)) for index, t in zip(group.indices, group.trajectories, strict=True))
+    lost = [
+        RejectedTrajectory(index=index, reason=why[0], detail=f"trajectories[{index}]: {why[1]}") for index, why in found if why is not None
+    ]
+    if not lost:
+        return Verdict(group=group)
+    rest = without(group, lost)
+    return Verdict(group=rest, lost=tuple(lost), refusal=refusal_of(rest, run.state.settings.batch))
+
+
+def _unfit(run: ModelRun, trajectory: TokenizedTrajectory) -> tuple[RejectionReason, str] | None:
     now = run.state.policy_version
     limit = run.state.settings.max_policy_lag
-    for index, trajectory in enumerate(group.trajectories):
-        initial, final = trajectory.initial_policy_version, trajectory.final_policy_version
-        newest = max((v for v in (initial, final) if v is not None), default=None)
-        if newest is not None and newest > now:
-            return RejectionReason.UNKNOWN_POLICY_VERSION, (
-                f"trajectory {index} says policy version {newest}, but the newest that was published is {now}"
-            )
-        if initial is not None and final is not None and final < initial:
-            return RejectionReason.UNKNOWN_POLICY_VERSION, f"trajectory {index} ends at version {final}, before it began at {initial}"
-        lag = lag_of(now, initial, final)
-        if limit is not None and lag is not None and lag > limit:
-            return RejectionReason.STALE, f"trajectory {index} is {lag} versions behind ({now - lag} of {now}); max_policy_lag is {limit}"
+    initial, final = trajectory.initial_policy_version, trajectory.final_policy_version
+    newest = max((v for v in (initial, final) if v is not None), default=None)
+    if newest is not None and newest > now:
+        return RejectionReason.UNKNOWN_POLICY_VERSION, f"it says policy version {newest}, but the newest that was published is {now}"
+    if initial is not None and final is not None and final < initial:
+        return RejectionReason.UNKNOWN_POLICY_VERSION, f"it ends at version {final}, before it began at {initial}"
+    lag = lag_of(now, initial, final)
+    if limit is not None and lag is not None and lag > limit:
+        return RejectionReason.STALE, f"it is {lag} versions behind ({now - lag} of {now}); max_policy_lag is {limit}"
     return None
 
 
@@ -68,6 +119,18 @@ def lag_of(version: int, initial: int | None, final: int | None) -> int | None:
     """Versions between the one that sampled (the oldest that took part) and the one that trains; None where none is said."""
     known = [v for v in (initial, final) if v is not None]
     return version - min(known) if known else None
+
+
+def _mismatch(run: ModelRun, batch: Batch) -> str | None:
+    """What is wrong where a job's kind is not its groups' purpose."""
+    document = run.jobs[str(batch.job_id)].document
+    kind = "rl" if document is None else document.kind
+    others = [waiting.group.group_id for waiting in batch.groups if waiting.group.sft != (kind == "sft")]
+    if not others:
+        return None
+    names = ", ".join(others[:_NAMED]) + (", …" if len(others) > _NAMED else "")
+    purpose = "rl" if kind == "sft" else "sft"
+    return f"the job is of kind {kind!r}, but {len(others)} of its {len(batch.groups)} groups are of purpose {purpose!r}: {names}"
 
 
 def _stream(run: ModelRun) -> Batch | None:

@@ -169,6 +169,9 @@ class Lane:
             self._give_up(run, batch, str(error))
             await self._commit(book, writer)
             return
+        # No await from here to the commit's own list: a commit in between would say these things without the step.
+        for lost in batch.lost:
+            run.reject_members(lost.waiting, lost.members)
         finish_job(run, step)
         await self._commit(book, writer, step)
         await self._keeper.committed(run.state.model_id, step.snapshot)

@@ -110,9 +110,7 @@ class LaneIntake:
             fallback_id=f"{record.partition}-{record.offset}",
             # A model outside the catalogue is stopped: its groups are read, to be refused by their ids.
             base=None if entry is None or run.status != "active" else BaseSource(path=entry.path, gguf_file=entry.gguf_file),
-            config=settings.train,
-            max_tokens=settings.max_sequence_tokens,
-            refuse_zero_variance=settings.batch.zero_variance == "refuse",
+            settings=settings,
         )
 
     async def _admit(self, requests: list[AdmissionRequest]) -> list[AdmissionResult]:
@@ -147,7 +145,9 @@ class LaneIntake:
             case Admitted(group=group, job_id=job_id):
                 refusal = self._refusal(run, record.offset, group.group_id, job_id)
                 if refusal is None:
-                    run.admit(Waiting(offset=record.offset, group=group, job_id=job_id))
+                    # What was pending in the committed state was reported with it: the same transaction holds both.
+                    report = record.offset not in run.recovering
+                    run.admit(Waiting(offset=record.offset, group=group, job_id=job_id), report_rejected=report)
                 else:
                     run.refuse(offset=record.offset, group_id=group.group_id, job_id=job_id, reason=refusal[0], detail=refusal[1])
 

@@ -4,16 +4,18 @@ Guarantees: `state_at` is the state that a transaction may commit at any moment:
 reported with it, or pending. Gives up: any truth after a failed commit; the lane then throws its runs away and reads again (rule 5).
 """
 
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from headrace.consumers.duplicates import DuplicateWindow
 from headrace.schemas.base import utc_now
-from headrace.schemas.events import GroupRejected, JobStateChanged
+from headrace.schemas.events import GroupRejected, JobStateChanged, TrajectoryRejected
 from headrace.schemas.jobs import TRANSITIONS, JobDocument, JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import Intent, ModelState, OpenJob, Pending
-from headrace.trainer.groups import TokenizedGroup
+from headrace.trainer.groups import RejectedTrajectory, TokenizedGroup
 
 ModelStatus = Literal["active", "deleted", "diverged", "stopped"]
 CLOSED_JOBS = 256
@@ -44,6 +46,9 @@ class ModelRun:
     recovering: frozenset[int] = frozenset()
     """Offsets that the committed state lists as pending: read again, and no duplicates of themselves."""
     rejected: list[GroupRejected] = field(default_factory=list)
+    """Groups refused as a whole."""
+    rejected_trajectories: list[TrajectoryRejected] = field(default_factory=list)
+    """Refused alone: the rest of the group went on."""
     job_events: list[JobStateChanged] = field(default_factory=list)
     documents: dict[str, JobDocument] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
@@ -95,15 +100,22 @@ class ModelRun:
     @property
     def unreported(self) -> bool:
         """Whether subscribers wait for something that no step may come to carry."""
-        return bool(self.rejected or self.job_events or self.documents or self.urgent)
+        return bool(self.rejected or self.rejected_trajectories or self.job_events or self.documents or self.urgent)
 
     def handled(self, offset: int) -> bool:
         """Whether a committed state covers the record already (and it is not pending)."""
         return offset < self.state.scanned and offset not in self.recovering
 
-    def admit(self, waiting: Waiting) -> None:
-        """Put a group into its bucket."""
+    def admit(self, waiting: Waiting, *, report_rejected: bool = True) -> None:
+        """Put a group into its bucket, and report its members that can't train.
+
+        Args:
+            waiting: The group.
+            report_rejected: False for a group that a committed state lists: that commit reported them.
+        """
         self.waiting[waiting.offset] = waiting
+        if report_rejected:
+            self.reject_members(waiting, waiting.group.rejected)
         self.window.add(waiting.group.group_id)
         if waiting.job_id is not None and waiting.job_id not in self.jobs:
             self.jobs[waiting.job_id] = OpenJob(job_id=waiting.job_id)
@@ -141,6 +153,23 @@ class ModelRun:
                 self.jobs[job_id] = job.model_copy(update={"refused": (*job.refused, group_id), "document": document})
         self.touch()
 
+    def reject_members(self, waiting: Waiting, members: Iterable[RejectedTrajectory]) -> None:
+        """Refuse trajectories of a group that goes on without them; the next commit reports them."""
+        self.rejected_trajectories.extend(
+            TrajectoryRejected(
+                model_id=self.state.model_id,
+                group_id=waiting.group.group_id,
+                job_id=waiting.job_id,
+                reason=member.reason,
+                detail=member.detail[:DETAIL_LIMIT],
+                trajectory=member.index,
+                partition=self.lane,
+                offset=waiting.offset,
+            )
+            for member in members
+        )
+        self.touch()
+
     def refuse_all(self, reason: RejectionReason, detail: str, job_id: str | None = None) -> None:
         """Refuse the groups that wait: all, or those of one job."""
         for waiting in list(self.waiting.values()):
@@ -158,7 +187,9 @@ class ModelRun:
             model_id=self.state.model_id,
             state=JobState.PENDING,
             created_at=record.created_at,
+            kind=record.kind,
             config=record.config,
+            sft=record.sft,
             num_groups=len(record.group_ids),
             groups_rejected=len(refused),
         )
@@ -212,9 +243,6 @@ class ModelRun:
 
     def state_at(self, position: int, **update: Any) -> ModelState:  # noqa: ANN401 - fields of the state
         """The state to commit when the lane stands at `position`; `update` is what a step adds."""
-        refusals = dict(self.state.refusals)
-        for event in self.rejected:
-            refusals[event.reason] = refusals.get(event.reason, 0) + 1
         still_to_read = (Pending(offset=p.offset, job_id=p.job_id) for p in self.state.pending if p.offset in self.recovering)
         now_waiting = (Pending(offset=w.offset, job_id=w.job_id) for w in self.waiting.values())
         pending = sorted((*still_to_read, *now_waiting), key=lambda p: p.offset)
@@ -224,7 +252,8 @@ class ModelRun:
                 "pending": tuple(pending),
                 "open_jobs": tuple(self.jobs.values()),
                 "closed_jobs": tuple(self.closed),
-                "refusals": refusals,
+                "refusals": _counted(self.state.refusals, self.rejected),
+                "trajectory_refusals": _counted(self.state.trajectory_refusals, self.rejected_trajectories),
                 "status": self.status,
                 "status_detail": self.status_detail,
                 "intent": self.intent,
@@ -233,13 +262,30 @@ class ModelRun:
             }
         )
 
-    def committed(self, state: ModelState, *, revision: int, rejected: int, job_events: int, documents: dict[str, JobDocument]) -> None:
+    def committed(
+        self,
+        state: ModelState,
+        *,
+        revision: int,
+        rejected: int,
+        rejected_trajectories: int,
+        job_events: int,
+        documents: dict[str, JobDocument],
+    ) -> None:
         """A transaction with this state is in: forget what it said, and only that, since more may have come meanwhile."""
         self.state = state
         self.said = revision
         self.urgent = self.urgent and self.dirty
         del self.rejected[:rejected]
+        del self.rejected_trajectories[:rejected_trajectories]
         del self.job_events[:job_events]
         for job_id, document in documents.items():
             if self.documents.get(job_id) is document:
                 del self.documents[job_id]
+
+
+def _counted(
+    before: Mapping[RejectionReason, int], events: Sequence[GroupRejected] | Sequence[TrajectoryRejected]
+) -> dict[RejectionReason, int]:
+    """Counts by reason, with the new events."""
+    return dict(Counter(before) + Counter(event.reason for event in events))

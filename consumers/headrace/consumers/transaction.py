@@ -43,6 +43,7 @@ class _Part:
     state: ModelState
     revision: int
     rejected: int
+    rejected_trajectories: int
     job_events: int
     documents: dict[str, JobDocument]
 
@@ -60,7 +61,12 @@ class Transaction:
         """The transaction is in."""
         for part in self.parts:
             part.run.committed(
-                part.state, revision=part.revision, rejected=part.rejected, job_events=part.job_events, documents=part.documents
+                part.state,
+                revision=part.revision,
+                rejected=part.rejected,
+                rejected_trajectories=part.rejected_trajectories,
+                job_events=part.job_events,
+                documents=part.documents,
             )
 
 
@@ -112,6 +118,7 @@ def build(
                     state=state,
                     revision=run.revision,
                     rejected=len(run.rejected),
+                    rejected_trajectories=len(run.rejected_trajectories),
                     job_events=len(run.job_events),
                     documents=dict(run.documents),
                 )
@@ -141,6 +148,9 @@ def _model_records(topics: Topics, source: str, lane: int, run: ModelRun, state:
     for refusal in run.rejected:
         identity = event_id(state.incarnation, str(refusal.offset), "group-rejected")
         records.append(outgoing(refusal, topic=topics.training_events, key=model_id, source=source, partition=lane, event_id=identity))
+    for lost in run.rejected_trajectories:
+        identity = event_id(state.incarnation, f"{lost.offset}/{lost.trajectory}", "trajectory-rejected")
+        records.append(outgoing(lost, topic=topics.training_events, key=model_id, source=source, partition=lane, event_id=identity))
     for event in run.job_events:
         identity = event_id(state.incarnation, event.job_id, event.state.value)
         records.append(outgoing(event, topic=topics.training_events, key=model_id, source=source, partition=lane, event_id=identity))

@@ -21,8 +21,10 @@ from headrace.core.topic_admin import lane_count
 from headrace.demo.agent_config import AgentConfig
 from headrace.demo.tasks import ArithmeticTask, VaultTask
 from headrace.producers import PaceGate, TrajectoryProducer
+from headrace.schemas import topics
+from headrace.schemas.carried import CARRIED
 from headrace.schemas.envelope import header_text, model_of, open_record
-from headrace.schemas.events import GroupRejected, JobStateChanged, Starved, StepCompleted
+from headrace.schemas.events import GroupRejected
 from headrace.schemas.weights import WeightsPublished
 
 logger = logging.getLogger(__name__)
@@ -86,7 +88,7 @@ async def _give_back_refused(config: AgentConfig, settings: Settings, gate: Pace
         async for batch in batches:
             for record in batch:
                 headers = header_text(record.headers)
-                if model_of(headers, (StepCompleted, GroupRejected, JobStateChanged, Starved)) is GroupRejected:
+                if model_of(headers, CARRIED[topics.TRAINING_EVENTS]) is GroupRejected:
                     refused = open_record(record.value, headers, (GroupRejected,))
                     if isinstance(refused, GroupRejected) and refused.group_id in mine:
                         logger.info("group %s was refused: %s (%s)", refused.group_id, refused.reason, refused.detail)

@@ -13,10 +13,12 @@ from statistics import fmean
 from headrace.core.kafka import client_options
 from headrace.core.reading import follow
 from headrace.core.settings import Settings
+from headrace.schemas import topics
 from headrace.schemas.base import Record
+from headrace.schemas.carried import CARRIED
 from headrace.schemas.codec import JSON_TYPE, SampledGroup, decode_group
 from headrace.schemas.envelope import header_text, open_record
-from headrace.schemas.events import GroupRejected, JobStateChanged, Starved, StepCompleted
+from headrace.schemas.events import GroupRejected, StepCompleted
 
 ENDS = 10
 """Steps at each end whose mean reward is reported."""
@@ -134,5 +136,5 @@ async def follow_events(settings: Settings, lane: int, history: History) -> None
     async with aclosing(follow(options, settings.topic_names.training_events, lane)) as batches:
         async for batch in batches:
             for record in batch:
-                allowed = (StepCompleted, GroupRejected, JobStateChanged, Starved)
+                allowed = CARRIED[topics.TRAINING_EVENTS]
                 history.note_event(open_record(record.value, header_text(record.headers), allowed))

@@ -19,8 +19,13 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _MAX_ID = 256
 
 
-def admit(group: TrajectoryGroup | SampledGroup, *, traceparent: str | None = None) -> TrajectoryGroup:
+def admit(group: TrajectoryGroup | SampledGroup, *, traceparent: str | None = None, in_job: bool = False) -> TrajectoryGroup:
     """Check what is cheap to check, and name the group.
+
+    Args:
+        group: As the caller built it.
+        traceparent: W3C trace context.
+        in_job: A job is about to take it.
 
     Returns:
         The group itself (of a `SampledGroup`: its `group`), with a `group_id`.
@@ -33,6 +38,8 @@ def admit(group: TrajectoryGroup | SampledGroup, *, traceparent: str | None = No
         raise InvalidGroupError("", f"a TrajectoryGroup or SampledGroup is needed, not {type(inner).__name__}")
     if not inner.trajectories:
         raise InvalidGroupError("trajectories", "there are none: rewards are compared within a group, so it needs at least one")
+    if inner.purpose == "sft" and inner.job_id is None and not in_job:
+        raise InvalidGroupError("purpose", "examples train in a job, never in the stream: use submit_job(groups, kind='sft')")
     for i, trajectory in enumerate(inner.trajectories):
         if not math.isfinite(trajectory.reward):
             raise InvalidGroupError(f"trajectories[{i}].reward", f"{trajectory.reward} is not a finite number")

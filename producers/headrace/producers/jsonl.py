@@ -4,7 +4,7 @@ Guarantees: a bad line is named (number, field, reason) and the next one is read
 are skipped. Gives up: a line above `MAX_LINE_BYTES`, which no reader of the log would take.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -36,8 +36,16 @@ class BadLine:
     detail: str
 
 
-def read_groups(stream: BinaryIO, max_line: int = MAX_LINE_BYTES) -> Iterator[GoodLine | BadLine]:
-    """Every line that is not blank, in order."""
+def read_groups(
+    stream: BinaryIO, max_line: int = MAX_LINE_BYTES, decode: Callable[[bytes], SampledGroup] = decode_group
+) -> Iterator[GoodLine | BadLine]:
+    """Every line that is not blank, in order.
+
+    Args:
+        stream: Lines.
+        max_line: Bytes.
+        decode: What a line is; raises CodecError where it is none.
+    """
     number = end = 0
     while line := stream.readline(max_line + 1):
         number += 1
@@ -48,6 +56,6 @@ def read_groups(stream: BinaryIO, max_line: int = MAX_LINE_BYTES) -> Iterator[Go
             yield BadLine(number=number, end=end, path="", detail=f"longer than {max_line} bytes")
         elif line.strip():
             try:
-                yield GoodLine(number=number, end=end, group=decode_group(line))
+                yield GoodLine(number=number, end=end, group=decode(line))
             except CodecError as error:
                 yield BadLine(number=number, end=end, path=error.path, detail=error.detail)

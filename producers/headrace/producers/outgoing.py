@@ -4,6 +4,7 @@ Guarantees: above the inline limit the payload is durable in the object store be
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from headrace.core.payloads import PayloadTooLargeError, claim
 from headrace.core.store import ObjectStore, StoreError
@@ -92,8 +93,8 @@ class Outgoing:
         return seal(check, source=source, event_id=self.group_id, traceparent=self.traceparent)
 
 
-def mark_with_job(groups: "list[Group]", job_id: str) -> tuple[str, ...]:
-    """Check the groups of a job, then write the job's id into each.
+def mark_with_job(groups: "list[Group]", job_id: str, kind: Literal["rl", "sft"]) -> tuple[str, ...]:
+    """Check the groups of a job, then write the job's id, and what they are for, into each.
 
     Returns:
         Their group ids.
@@ -106,15 +107,19 @@ def mark_with_job(groups: "list[Group]", job_id: str) -> tuple[str, ...]:
     inners: dict[str, TrajectoryGroup] = {}
     for i, group in enumerate(groups):
         try:
-            inner = admit(group)
+            inner = admit(group, in_job=True)
         except InvalidGroupError as error:
             raise error.inside(f"groups[{i}]") from None
         if inner.job_id not in {None, job_id}:
             raise InvalidGroupError(f"groups[{i}].job_id", f"{inner.job_id} is another job")
+        if inner.purpose not in {None, kind}:
+            raise InvalidGroupError(f"groups[{i}].purpose", f"{inner.purpose!r} groups do not train in a job of kind {kind!r}")
         group_id = str(inner.group_id)
         if group_id in inners:
             raise InvalidGroupError(f"groups[{i}].group_id", f"{group_id} is there twice: the second would be dropped as a duplicate")
         inners[group_id] = inner
     for inner in inners.values():
         inner.job_id = job_id
+        if kind == "sft":  # what says nothing is for rl: the wire stays what older readers know
+            inner.purpose = kind
     return tuple(inners)

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
@@ -32,7 +32,7 @@ from headrace.producers.signals import termination
 from headrace.schemas.envelope import seal
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import TrainingJob
-from headrace.schemas.training import TrainConfig
+from headrace.schemas.training import SftConfig, TrainConfig
 
 _log = logging.getLogger(__name__)
 
@@ -185,31 +185,47 @@ class TrajectoryProducer:
         return self._start_delivery(outgoing)
 
     async def submit_job(
-        self, groups: Sequence[Group], config: TrainConfig | None = None, job_id: str | None = None, model_id: str | None = None
+        self,
+        groups: Sequence[Group],
+        config: TrainConfig | None = None,
+        job_id: str | None = None,
+        model_id: str | None = None,
+        *,
+        sft: SftConfig | None = None,
+        kind: Literal["rl", "sft"] | None = None,
     ) -> str:
         """Ask for one step on these groups: the groups, marked with the job's id, then the job's record behind them.
 
         All groups are checked before the first is sent. Sending a job again with the same id and objects is safe: the lane drops repeats.
 
         Args:
-            groups: At least one; their `job_id` is set.
+            groups: At least one; their `job_id` is set, and their `purpose` where they are examples.
             config: The step's options; the model's own where null.
             job_id: A UUID4 unless given.
             model_id: Which model; the producer's own unless given.
+            sft: Epochs, batches and rate of an `sft` job; its defaults where null.
+            kind: `rl`: the groups are rollouts, compared by reward; `sft`: their trajectories are examples to imitate. Unless given: `sft`
+                where `sft` is given, else `rl`.
 
         Returns:
             The job id.
 
         Raises:
-            InvalidGroupError: a group is not valid, the path begins with `groups[i]`; nothing was sent.
+            InvalidGroupError: a group is not valid, the path begins with `groups[i]`, or the options are of another kind of job; nothing
+                was sent.
             DeliveryError: something was not acknowledged; the job does not run until it is sent again.
         """
         self._require_open()
         job_id = check_id("job_id", str(uuid.uuid4()) if job_id is None else job_id)
         key = check_id("model_id", model_id or self._model_id)
+        kind = kind or ("rl" if sft is None else "sft")
+        if kind == "rl" and sft is not None:
+            raise InvalidGroupError("sft", "given, but kind is 'rl': leave one of them out")
+        if kind == "sft" and config is not None and config.learning_rate is not None:
+            raise InvalidGroupError("config.learning_rate", "the rate of an 'sft' job is sft.learning_rate: give only that")
         waiting = list(groups)
-        group_ids = mark_with_job(waiting, job_id)
-        job = TrainingJob(job_id=job_id, group_ids=group_ids, config=config)
+        group_ids = mark_with_job(waiting, job_id, kind)
+        job = TrainingJob(job_id=job_id, group_ids=group_ids, kind=kind, config=config, sft=sft)
         for i, group in enumerate(waiting):
             # Encoded once only to be checked: half a job in the log, and an error, would be worse than the time.
             try:

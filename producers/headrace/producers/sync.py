@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from headrace.core.settings import Settings
 from headrace.producers.delivery import DeliveryReport
@@ -20,7 +20,7 @@ from headrace.producers.errors import ProducerClosedError
 from headrace.producers.outgoing import Group
 from headrace.producers.producer import Delivery, TrajectoryProducer
 from headrace.producers.signals import termination
-from headrace.schemas.training import TrainConfig
+from headrace.schemas.training import SftConfig, TrainConfig
 
 T = TypeVar("T")
 
@@ -97,10 +97,17 @@ class SyncTrajectoryProducer:
         return self._watch(self._wait(attempt()))
 
     def submit_job(
-        self, groups: Sequence[Group], config: TrainConfig | None = None, job_id: str | None = None, model_id: str | None = None
+        self,
+        groups: Sequence[Group],
+        config: TrainConfig | None = None,
+        job_id: str | None = None,
+        model_id: str | None = None,
+        *,
+        sft: SftConfig | None = None,
+        kind: Literal["rl", "sft"] | None = None,
     ) -> str:
         """See `TrajectoryProducer.submit_job`."""
-        return self._wait(self._open().submit_job(groups, config, job_id, model_id))
+        return self._wait(self._open().submit_job(groups, config, job_id, model_id, sft=sft, kind=kind))
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

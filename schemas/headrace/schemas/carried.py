@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from headrace.schemas import topics
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel
-from headrace.schemas.events import GroupRejected, JobStateChanged, Starved, StepCompleted
+from headrace.schemas.events import GroupRejected, JobStateChanged, Starved, StepCompleted, TrajectoryRejected
 from headrace.schemas.jobs import JobDocument, TrainingJob
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.trajectory import TrajectoryGroup
@@ -19,7 +19,7 @@ CARRIED: dict[str, tuple[type[BaseModel], ...]] = {
     topics.COMMANDS: (CreateModel, DeleteModel, CancelJob),
     topics.STEPS: (StepRecord,),
     topics.MODELS: (ModelState, LaneState),
-    topics.TRAINING_EVENTS: (StepCompleted, GroupRejected, JobStateChanged, Starved),
+    topics.TRAINING_EVENTS: (StepCompleted, GroupRejected, TrajectoryRejected, JobStateChanged, Starved),
     topics.WEIGHTS: (WeightsPublished,),
     topics.WEIGHT_ACKS: (WeightsApplied, WeightsFailed),
     topics.JOBS: (JobDocument,),

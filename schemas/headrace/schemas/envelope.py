@@ -15,7 +15,7 @@ from headrace.schemas.base import utc_now
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel
 from headrace.schemas.errors import CodecError
-from headrace.schemas.events import GroupRejected, JobStateChanged, Starved, StepCompleted
+from headrace.schemas.events import GroupRejected, JobStateChanged, Starved, StepCompleted, TrajectoryRejected
 from headrace.schemas.jobs import JobDocument, TrainingJob
 from headrace.schemas.parsing import check_finite, load_json, validate, write_json
 from headrace.schemas.reasons import DeadLetterReason as Reason
@@ -39,6 +39,7 @@ _NAMES: dict[type[BaseModel], str] = {
     LaneState: "lane-state",
     StepCompleted: "step-completed",
     GroupRejected: "group-rejected",
+    TrajectoryRejected: "trajectory-rejected",
     JobStateChanged: "job-state-changed",
     Starved: "starved",
     WeightsPublished: "weights-published",

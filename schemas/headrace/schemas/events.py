@@ -32,7 +32,10 @@ class StepCompleted(Record):
 
 
 class GroupRejected(Record):
-    """A group was read and refused. `detail` says where and what to do about it."""
+    """A group was read and refused as a whole: nothing of it trains. `detail` says where and what to do about it.
+
+    Exactly one for each refused group. Members that were the cause are named in `detail`, not in events of their own.
+    """
 
     model_id: str
     group_id: str
@@ -43,6 +46,27 @@ class GroupRejected(Record):
     """Index of the trajectory at fault, where one is."""
     partition: int
     offset: int
+    rejected_at: datetime = Field(default_factory=utc_now)
+
+
+class TrajectoryRejected(Record):
+    """A trajectory was refused alone: the rest of its group goes on, as `batch.incomplete_groups` of the model allows.
+
+    At most one for each trajectory of a group. It is said when the group is admitted, or with the step that trains the rest (`stale`,
+    `unknown_policy_version`). The group may still be refused later, by a `GroupRejected` of its own. It counts in
+    `trajectory_refusals`, never in `refusals`, which count groups.
+    """
+
+    model_id: str
+    group_id: str
+    job_id: str | None = None
+    reason: RejectionReason
+    detail: str
+    trajectory: int
+    """Index in the group as it was sent."""
+    partition: int
+    offset: int
+    """Of the group's record."""
     rejected_at: datetime = Field(default_factory=utc_now)
 
 
@@ -68,4 +92,4 @@ class Starved(Record):
     noticed_at: datetime = Field(default_factory=utc_now)
 
 
-TrainingEvent = StepCompleted | GroupRejected | JobStateChanged | Starved
+TrainingEvent = StepCompleted | GroupRejected | TrajectoryRejected | JobStateChanged | Starved

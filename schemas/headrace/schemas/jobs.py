@@ -2,7 +2,6 @@
 
 from datetime import datetime
 from enum import StrEnum
-
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -12,7 +11,10 @@ from headrace.schemas.training import SftConfig, TrainConfig
 
 
 class TrainingJob(Record):
-    """Asks for one step on the groups that name this job. Stands after its groups in `trajectory-groups`."""
+    """Asks for one step on the groups that name this job. Stands after its groups in `trajectory-groups`.
+
+    The kind and its groups' `purpose` must agree, else the job fails. The learning rate of kind `sft` is that of `sft`, not of `config`.
+    """
 
     job_id: str
     group_ids: tuple[str, ...]

@@ -34,7 +34,7 @@ class DeadLetterReason(StrEnum):
 
 
 class RejectionReason(StrEnum):
-    """Why a group that could be read was refused (`GroupRejected`)."""
+    """Why a group that could be read was refused (`GroupRejected`), or one trajectory of it (`TrajectoryRejected`)."""
 
     NO_TRAJECTORIES = "no_trajectories"
     NO_TRAINABLE_TOKENS = "no_trainable_tokens"
@@ -43,6 +43,8 @@ class RejectionReason(StrEnum):
     UNSUPPORTED_CONTENT = "unsupported_content"
     TOKENIZATION_FAILED = "tokenization_failed"
     TOO_LONG = "too_long"
+    INCOMPLETE_GROUP = "incomplete_group"
+    """Members are missing and `batch.incomplete_groups` does not train on the rest; the detail names them and their reasons."""
     ZERO_VARIANCE = "zero_variance"
     DUPLICATE = "duplicate"
     STALE = "stale"
@@ -54,6 +56,10 @@ class RejectionReason(StrEnum):
     EXPIRED = "expired"
     JOB_CLOSED = "job_closed"
     JOB_CANCELLED = "job_cancelled"
+    JOB_KIND_MISMATCH = "job_kind_mismatch"
+    """A group of purpose `sft` in a job of kind `rl`, or the other way round: the job fails and nothing of it trains."""
+    SFT_WITHOUT_JOB = "sft_without_job"
+    """Purpose `sft` without a job id: the stream is for rollouts."""
     MODEL_DELETED = "model_deleted"
     MODEL_STOPPED = "model_stopped"
     STEP_FAILED = "step_failed"

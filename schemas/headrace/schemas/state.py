@@ -93,7 +93,9 @@ class ModelState(Record):
     scalars: TrainingScalars = TrainingScalars()
     """After the last committed step."""
     refusals: dict[RejectionReason, int] = Field(default_factory=dict)
-    """Refused since creation, by reason."""
+    """Groups refused since creation, by reason."""
+    trajectory_refusals: dict[RejectionReason, int] = Field(default_factory=dict)
+    """Trajectories refused alone since creation, by reason; the rest of their groups went on."""
     groups_trained: int = 0
     created_at: datetime = Field(default_factory=utc_now)
     updated_at: datetime = Field(default_factory=utc_now)
@@ -149,7 +151,9 @@ class StepRecord(Record):
     """Groups trained on, as ranges of offsets in the lane."""
     groups: int
     refusals: dict[RejectionReason, int] = Field(default_factory=dict)
-    """Refused with this step, by reason."""
+    """Groups refused with this step, by reason."""
+    trajectory_refusals: dict[RejectionReason, int] = Field(default_factory=dict)
+    """Trajectories refused alone with this step, by reason."""
     cut: str
     """What made the cut: `groups_per_step`, `max_tokens_per_step` or `job`."""
     config: TrainConfig

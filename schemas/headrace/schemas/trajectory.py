@@ -1,12 +1,12 @@
 """Trajectories and the groups they are compared in.
 
-Fields are those of the training-jobs API; Headrace adds `group_id` (dedupe and lineage) and `job_id` (the bucket) to a group.
+Fields are those of the training-jobs API; Headrace adds to a group `group_id` (dedupe and lineage), `job_id` (the bucket) and `purpose`.
 The model a group trains is the record's key, not a field. Shapes: rewards are any finite float, compared within a group only.
 """
 
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -58,6 +58,8 @@ class TrajectoryGroup(Open):
 
     `group_id` may be left out by a producer in another language: the lane then names it `<partition>-<offset>`.
     `job_id` puts the group into that job's bucket; without it the group belongs to the stream.
+    `purpose` says what its trajectories are for, because a group is read before the job that names it: `sft` groups are examples to
+    imitate (every assistant turn trains, rewards and versions do not matter) and need a job of kind `sft`; null is `rl`.
     """
 
     trajectories: list[Trajectory]
@@ -67,6 +69,7 @@ class TrajectoryGroup(Open):
     logs: list[str] = Field(default_factory=list)
     group_id: str | None = Field(default=None, min_length=1, max_length=256)
     job_id: str | None = Field(default=None, min_length=1, max_length=256)
+    purpose: Literal["rl", "sft"] | None = None
 
     def choices(self) -> Iterator[Choice]:
         """Every sampled turn in wire order: by trajectory, by history, by item. The flat arrays follow this order."""

@@ -1,21 +1,29 @@
 """Conversations as a model's chat template writes them.
 
 Guarantees: the template runs in transformers' own `ImmutableSandboxedEnvironment` (a template is a program that came with a model: it
-reaches no attribute, file or import); whatever it raises becomes a `ChatTextError` that keeps its message. Tools go in with one order of
-keys, since clients re-order them on the wire and templates print them as JSON. Tool arguments go in as objects, as the serving engines do,
-and as the text they came as where the template can't take objects.
-Gives up: images, sound and files (`ContentError`); template switches (such as `enable_thinking`), which stand at the template's defaults.
+reaches no attribute, file or import) under a bound on its time, memory and output; whatever it raises becomes a `ChatTextError` that keeps
+its message. Tools go in with one order of keys, since clients re-order them on the wire and templates print them as JSON. Tool arguments
+go in as objects, as the serving engines do, and as the text they came as where the template can't take objects.
+Gives up: images, sound and files (`ContentError`); after three renderings of one group that ran out of time, the rest of that group.
 """
 
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headrace.schemas.chat import Choice, ChoiceMessage, Message, MessageOrChoice, Tool, ToolCall
+from headrace.trainer.template_bound import TemplateBoundError, bounded
 
 if TYPE_CHECKING:  # importing transformers takes seconds, also in the process that only hands groups to the tokenizing one
     from transformers import PreTrainedTokenizerBase
 
+RENDER_SECONDS = 5.0
+"""Processor time of one rendering; a long conversation takes milliseconds."""
+RENDER_BYTES = 1 << 30
+RENDERED_CHARACTERS = 1 << 24
+_TIME_OUTS = 3
 # Letters and digits only, so that no template trims or escapes it.
 _STAND_IN = "headraceassistantturn7f3a91"
 
@@ -29,14 +37,23 @@ class ContentError(Exception):
 
 
 class ChatText:
-    """The chat template of one tokenizer.
+    """The chat template of one tokenizer, for the conversations of one group.
 
     Args:
         tokenizer: Of the base model.
+        switches: Handed to the template by name (`enable_thinking`), as the rollout engines do.
+
+    Raises:
+        ChatTextError: a switch has the name of an argument of transformers' own.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", switches: Mapping[str, bool | int | float | str] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._switches: dict[str, Any] = dict(switches or {})
+        self._timed_out = 0
+        taken = sorted({"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} & self._switches.keys())
+        if taken:
+            raise ChatTextError(f"chat_template_kwargs can't set {', '.join(taken)}: they are no switches of a template")
 
     def prompt(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None) -> list[int]:
         """Token ids of a conversation up to where the assistant speaks next.
@@ -47,11 +64,18 @@ class ChatText:
         text = self._render([_plain(item) for item in items], tools, add_generation_prompt=True)
         return [int(token_id) for token_id in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
-    def spoken(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None) -> tuple[list[int], list[bool]]:
-        """Token ids of a conversation that ends with an assistant's turn, and which of them are that turn's own text.
+    def spoken(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None, *, end: bool = False) -> tuple[list[int], list[bool]]:
+        """Token ids of a conversation that ends with an assistant's turn, and which of them are that turn's own.
 
-        The turn's text is what stands where the template puts an assistant's content, tool calls included; its end marker is not part of
-        it, since text does not say whether the model ended the turn itself. A token that reaches over the edge of the text is not marked.
+        The turn begins where the template asks the model to speak, so that what it thought is part of it; where the template writes a
+        past turn otherwise than it asks for one, the turn is what stands in the place of its content. Tool calls are part of it. A token
+        that reaches over the edge of the text is not marked.
+
+        Args:
+            items: The conversation.
+            tools: Of the history.
+            end: Also mark the special token that ends the turn. Text alone does not say whether the model ended its turn itself; an
+                example to imitate says so.
 
         Raises:
             ChatTextError: no template, it raised, it rewrites the turn, or the tokenizer can't say where its tokens stand.
@@ -60,14 +84,33 @@ class ChatText:
         text = self._render([*before, last], tools, add_generation_prompt=False)
         frame = self._render([*before, {"role": "assistant", "content": _STAND_IN}], tools, add_generation_prompt=False)
         prefix, found, suffix = frame.partition(_STAND_IN)
+        prefix = self._asked(before, tools, text) or prefix
         if not found or not text.startswith(prefix) or not text.endswith(suffix) or len(text) < len(prefix) + len(suffix):
             raise ChatTextError("the chat template rewrites this assistant turn, so its tokens can't be told from the template's")
         if not self._tokenizer.is_fast:
             raise ChatTextError("this tokenizer can't say which characters a token covers (it is not a fast one): send token ids")
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = [int(token_id) for token_id in encoded["input_ids"]]
         start, stop = len(prefix), len(text) - len(suffix)
         own = [first < last and start <= first and last <= stop for first, last in encoded["offset_mapping"]]
-        return [int(token_id) for token_id in encoded["input_ids"]], own
+        if end:
+            after = next((i for i, (first, last) in enumerate(encoded["offset_mapping"]) if first == stop and last > first), None)
+            if after is not None and ids[after] in self._special:
+                own[after] = True
+        return ids, own
+
+    def _asked(self, before: list[dict[str, Any]], tools: Sequence[Tool] | None, text: str) -> str | None:
+        """What the template writes to make the model speak, if the conversation goes on from it."""
+        try:
+            asked = self._render(before, tools, add_generation_prompt=True)
+        except ChatTextError:  # many templates can't render an empty conversation
+            return None
+        return asked if text.startswith(asked) else None
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset({*self._tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)})
 
     def _render(self, messages: list[dict[str, Any]], tools: Sequence[Tool] | None, *, add_generation_prompt: bool) -> str:
         if self._tokenizer.chat_template is None:
@@ -80,19 +123,29 @@ class ChatText:
                     tools=[canonical_tool(tool) for tool in tools] if tools else None,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
+                    **self._switches,
                 )
             )
 
-        with_objects = [_with_argument_objects(message) for message in messages]
-        try:
-            return attempt(with_objects)
-        except Exception as error:  # noqa: BLE001 - a template is a program of its own: it raises what it likes
-            problem = error
-        if with_objects != messages:
+        with_objects = [_with_arguments(message, _as_object) for message in messages]
+        with_text = [_with_arguments(message, _as_text) for message in messages]
+        variants = [with_objects] if with_objects == with_text else [with_objects, with_text]
+        problem: Exception | None = None
+        for conversation in variants:
+            if self._timed_out >= _TIME_OUTS:
+                raise ChatTextError(f"the chat template ran out of time {_TIME_OUTS} times in this group")
             try:
-                return attempt(messages)
-            except Exception as error:  # noqa: BLE001 - as above
+                with bounded(RENDER_SECONDS, RENDER_BYTES):
+                    text = attempt(conversation)
+            except TemplateBoundError as error:
+                self._timed_out += 1
+                raise ChatTextError(f"the chat template does not end on this conversation: {error}") from error
+            except Exception as error:  # noqa: BLE001 - a template is a program of its own: it raises what it likes
                 problem = error
+                continue
+            if len(text) > RENDERED_CHARACTERS:
+                raise ChatTextError(f"the chat template wrote {len(text)} characters, at most {RENDERED_CHARACTERS} are tokenized")
+            return text
         raise ChatTextError(f"the chat template can't render this conversation: {type(problem).__name__}: {problem}") from problem
 
 
@@ -143,19 +196,29 @@ def _plain_call(call: ToolCall) -> dict[str, Any]:
     return plain if call.id is None else {"id": call.id, **plain}
 
 
-def _with_argument_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its tool calls decoded, where they are the JSON of an object."""
+def _with_arguments(message: dict[str, Any], convert: Callable[[str | dict[str, Any]], str | dict[str, Any]]) -> dict[str, Any]:
+    """The message with the arguments of its tool calls in another form."""
     if "tool_calls" not in message:
         return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, str):
-            try:
-                decoded = json.loads(arguments)
-            except ValueError:
-                decoded = None
-            if isinstance(decoded, dict):
-                arguments = decoded
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    calls = [
+        {**call, "function": {**call["function"], "arguments": convert(call["function"]["arguments"])}} for call in message["tool_calls"]
+    ]
     return {**message, "tool_calls": calls}
+
+
+def _as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Decoded, where they are the JSON of an object, or nothing at all (a call without arguments)."""
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        decoded = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return decoded if isinstance(decoded, dict) else arguments
+
+
+def _as_text(arguments: str | dict[str, Any]) -> str:
+    """As they came; an object as JSON."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

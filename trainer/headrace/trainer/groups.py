@@ -1,7 +1,8 @@
 """Tokenized groups: what the tokenizing process hands to the rank.
 
 Guarantees: numpy and the standard library only (no torch), so the type crosses a process boundary by pickle protocol 5 and a process
-that only tokenizes stays small; arrays of a sequence have one length. Gives up: immutability of the arrays' content, which nobody writes.
+that only tokenizes stays small; arrays of a sequence have one length; a group knows which of its members were refused, and why.
+Gives up: immutability of the arrays' content, which nobody writes.
 Shapes: T tokens of one sequence.
 """
 
@@ -10,6 +11,8 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+
+from headrace.schemas.reasons import RejectionReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,15 @@ class TokenSequence:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def head(self, tokens: int) -> "TokenSequence":
+        """The sequence cut after so many tokens."""
+        return TokenSequence(
+            token_ids=self.token_ids[:tokens],
+            trainable=self.trainable[:tokens],
+            logprobs=self.logprobs[:tokens],
+            policy_versions=None if self.policy_versions is None else self.policy_versions[:tokens],
+        )
+
     @property
     def trainable_tokens(self) -> int:
         """How many tokens the policy sampled."""
@@ -66,6 +78,8 @@ class TokenizedTrajectory:
     """At least one; a history that is no token-for-token extension of the turn before goes on in a new sequence."""
     initial_policy_version: int | None = None
     final_policy_version: int | None = None
+    truncated: int = 0
+    """How many of its sequences were cut to the longest that is trained on."""
 
     @property
     def tokens(self) -> int:
@@ -78,15 +92,42 @@ class TokenizedTrajectory:
         return sum(sequence.trainable_tokens for sequence in self.sequences)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectedTrajectory:
+    """A member that can't be trained on."""
+
+    index: int
+    """In the group as it was sent."""
+    reason: RejectionReason
+    detail: str
+    """What, where (from `trajectories[i]` on) and what to do."""
+
+
 # No slots: a group is asked for its counts at admission, at the cut and in the metrics, and `cached_property` needs a dict.
 @dataclass(frozen=True, kw_only=True)
 class TokenizedGroup:
-    """Rollouts of one task, compared with each other."""
+    """Rollouts of one task, compared with each other; or examples to imitate."""
 
     group_id: str
     trajectories: tuple[TokenizedTrajectory, ...]
+    """Those that fit, in the order they were sent."""
+    rejected: tuple[RejectedTrajectory, ...] = ()
+    """Those that don't, by index."""
     exceptions: int = 0
     """Rollouts that failed: counted, never part of a baseline."""
+    sft: bool = False
+    """Examples: every assistant turn is trainable, rewards and versions mean nothing, and log-probabilities may be NaN."""
+
+    @property
+    def indices(self) -> list[int]:
+        """For each of `trajectories`, its index in the group as it was sent."""
+        lost = {member.index for member in self.rejected}
+        return [index for index in range(len(self.trajectories) + len(lost)) if index not in lost]
+
+    @property
+    def truncated(self) -> int:
+        """Trajectories with a sequence that was cut."""
+        return sum(trajectory.truncated > 0 for trajectory in self.trajectories)
 
     @cached_property
     def tokens(self) -> int:
