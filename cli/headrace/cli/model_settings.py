@@ -1,4 +1,4 @@
-"""The settings of a model from a file and the options of the command line; options win.
+"""The settings of a model from a preset, a file over it, and the options of the command line over both.
 
 Guarantees: what is wrong or unknown is named with its field, and with the file it stands in.
 """
@@ -11,25 +11,31 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from headrace.core.errors import HeadraceError
-from headrace.schemas.training import ModelSettings
+from headrace.schemas.training import ModelSettings, TrainConfig
 
 
 class ModelSettingsError(HeadraceError):
     """Settings that make no model."""
 
 
-def model_settings(file: Path | None, options: dict[str, Any]) -> ModelSettings:
+def model_settings(file: Path | None, options: dict[str, Any], preset: TrainConfig | None = None) -> ModelSettings:
     """Settings of a model.
 
     Args:
         file: JSON or YAML with fields of `ModelSettings`; None: defaults.
         options: By path, as `batch.groups_per_step`; None is not given.
+        preset: Training options below those of the file; None: defaults.
 
     Raises:
         ModelSettingsError: says where and what.
     """
     where = str(file) if file else "options"
     data = _load(file) if file else {}
+    if preset is not None:
+        train = data.get("train") or {}
+        if not isinstance(train, dict):
+            raise ModelSettingsError(f"{where}: train must be an object")
+        data["train"] = preset.model_dump(exclude_unset=True) | train
     for path, value in options.items():
         if value is not None:
             *sections, field = path.split(".")

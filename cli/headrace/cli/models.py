@@ -27,6 +27,7 @@ def create(  # noqa: PLR0917 - typer passes them by name
     full: Annotated[bool | None, typer.Option("--full/--lora", help="Train all parameters, or a LoRA adapter (default).")] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapter.")] = None,
     groups_per_step: Annotated[int | None, typer.Option(help="Groups that make a batch of the stream.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Training options of a method: grpo, dapo or gspo; settings win over it.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Adam's rate.")] = None,
     max_policy_lag: Annotated[int | None, typer.Option(help="Refuse groups sampled more versions ago.")] = None,
     max_sequence_tokens: Annotated[int | None, typer.Option(help="Refuse longer trajectories.")] = None,
@@ -40,6 +41,7 @@ def create(  # noqa: PLR0917 - typer passes them by name
     from headrace.cli.model_settings import model_settings  # noqa: PLC0415  (`headrace --help` does not wait for it)
     from headrace.core import models  # noqa: PLC0415
     from headrace.core.settings import Settings  # noqa: PLC0415
+    from headrace.trainer import presets  # noqa: PLC0415
 
     wanted = model_settings(
         settings,
@@ -53,6 +55,7 @@ def create(  # noqa: PLR0917 - typer passes them by name
             "max_sequence_tokens": max_sequence_tokens,
             "seed": seed,
         },
+        None if preset is None else presets.preset(preset),
     )
 
     async def run() -> "ModelView":

@@ -85,19 +85,20 @@ def policy_loss(new_N: torch.Tensor, tokens: LossTokens, options: LossOptions) -
     ratio_N = _ratio(d_N, tokens.branches_N, options.level, bound)
     used_N = ratio_N
     if options.negative_cap is not None:
-        used_N = torch.where(advantages_N < 0, used_N.clamp(max=options.negative_cap), used_N)
+        used_N = torch.where((advantages_N < 0) & (used_N > options.negative_cap), options.negative_cap, used_N)
     low, high = 1 - options.epsilon, 1 + options.epsilon_high
     if options.mask_prob_ratio:
         used_N = torch.where((used_N > low) & (used_N < high), used_N, torch.zeros_like(used_N))
     if options.kimi_k2_tau is not None:
         advantages_N = advantages_N - options.kimi_k2_tau * d_N.detach().clamp(-bound, bound)
-    bounded_N = used_N.clamp(low, high)
+    bounded_N = used_N.detach().clamp(low, high)
     if options.kind == "ppo":
-        loss_N = -torch.minimum(used_N * advantages_N, bounded_N * advantages_N)
-        clipped_N = (bounded_N * advantages_N < used_N * advantages_N).detach()
+        # Chosen, not torch.minimum of both: where a ratio is exactly at a bound, that would share the gradient between two equal terms.
+        clipped_N = bounded_N * advantages_N < used_N.detach() * advantages_N
+        loss_N = -torch.where(clipped_N, bounded_N, used_N) * advantages_N
     else:
-        loss_N = -bounded_N.detach() * advantages_N * new_N
-        clipped_N = (bounded_N != used_N).detach()
+        clipped_N = bounded_N != used_N.detach()
+        loss_N = -bounded_N * advantages_N * new_N
     truncation_N = None
     if options.truncation_cap is not None:
         truncation_N = (old_N - _filled(tokens.behaviour_N, old_N)).clamp(-bound, bound).exp().clamp(max=options.truncation_cap)
