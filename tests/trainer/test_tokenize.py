@@ -117,25 +117,6 @@ def test_tool_calls_of_an_earlier_turn_are_rendered_once(tokenizer: GroupTokeniz
     assert [n for trained, n in runs(sequence) if trained] == [13, 2]
 
 
-@pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}])
-def test_tool_arguments_are_objects_where_the_template_reads_items(make_tokenizer: Callable[..., BaseSource], arguments: Any):
-    template = TEMPLATE.replace("call.function.arguments is string", "false").replace("arguments | tojson", "arguments | items | list")
-    call = {"function": {"name": "f", "arguments": arguments}}
-    items = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER, choice("a")]
-    sequence = only(tokenize(GroupTokenizer(make_tokenizer(template)), items))
-    assert b"('x', 1)" in bytes(t for t in sequence.token_ids.tolist() if t < 256)
-
-
-def test_tool_arguments_are_text_where_the_template_adds_strings(make_tokenizer: Callable[..., BaseSource]):
-    template = TEMPLATE.replace("call.function.arguments is string", "true").replace(
-        "{{ call.function.arguments }}", "{{ '=' + call.function.arguments }}"
-    )
-    call = {"function": {"name": "f", "arguments": '{"x":  1}'}}
-    items = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER, choice("a")]
-    sequence = only(tokenize(GroupTokenizer(make_tokenizer(template)), items))
-    assert b'={"x":  1}' in bytes(t for t in sequence.token_ids.tolist() if t < 256)
-
-
 def test_text_is_trained_on_exactly_where_allowed(tokenizer: GroupTokenizer):
     told = {"role": "assistant", "content": "héy"}
     text_only = {"finish_reason": "stop", "message": {"role": "assistant", "content": "ok"}}
@@ -218,13 +199,6 @@ def test_what_a_template_says_is_kept(make_tokenizer: Callable[..., BaseSource])
     refused = refusal(broken, [USER, choice("a")])
     assert refused.reason is Reason.TOKENIZATION_FAILED
     assert "roles must alternate" in refused.detail
-
-
-def test_a_template_can_not_reach_python(make_tokenizer: Callable[..., BaseSource]):
-    hostile = GroupTokenizer(make_tokenizer("{{ ''.__class__.__mro__[1].__subclasses__() }}"))
-    refused = refusal(hostile, [USER, choice("a")])
-    assert refused.reason is Reason.TOKENIZATION_FAILED
-    assert "SecurityError" in refused.detail
 
 
 def test_without_a_chat_template_prompt_ids_are_needed_and_enough(make_tokenizer: Callable[..., BaseSource]):

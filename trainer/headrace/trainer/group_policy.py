@@ -52,7 +52,7 @@ def _incomplete(group: TokenizedGroup, policy: BatchPolicy) -> GroupRefusal | No
         return None
     wanted = f"incomplete_groups={policy.incomplete_groups}"
     if policy.incomplete_groups == "minimum":
-        minimum = policy.minimum_group_size or 1
+        minimum = policy.minimum_group_size or 1  # the schema asks for one
         if left >= minimum:
             return None
         wanted = f"{wanted}, minimum_group_size={minimum}"

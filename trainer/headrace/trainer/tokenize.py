@@ -149,11 +149,14 @@ class GroupTokenizer:
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
         from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
 
+        advice = "send prompt_token_ids and token_ids with each choice"
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._base.path, **_gguf(self._base), local_files_only=True)
         except Exception as error:  # whatever a tokenizer's files make transformers raise
-            advice = "send prompt_token_ids and token_ids with each choice"
             raise ChatTextError(f"the base model's tokenizer can't be read ({type(error).__name__}: {error}): {advice}") from error
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            # transformers makes an empty one where the files are missing, which reads every text as nothing.
+            raise ChatTextError(f"the base model's tokenizer can't be read (it has no vocabulary; is a file missing?): {advice}")
         return tokenizer
 
 
