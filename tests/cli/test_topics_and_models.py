@@ -95,6 +95,14 @@ def test_settings_come_from_a_file_and_options_win(cli: Headrace, tmp_path: Path
     assert (settings.train.epsilon, settings.train.learning_rate, settings.max_policy_lag) == (0.3, 0.001, 2)
 
 
+def test_a_preset_is_the_options_of_its_method_and_an_unknown_one_is_refused(cli: Headrace) -> None:
+    created = cli("models", "create", "m", "--base-model", "tiny", "--preset", "gspo", "--json")
+    train = ModelSettings.model_validate(created.json["settings"]).train
+    assert (train.importance_sampling_level, train.epsilon, train.epsilon_high) == ("sequence", 0.0003, 0.0004)
+    refused = cli("models", "create", "n", "--base-model", "tiny", "--preset", "dpo")
+    assert (refused.code, refused.err) == (1, "error: method DPO is not built yet; there are GRPO, DAPO and GSPO_TOKEN\n")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

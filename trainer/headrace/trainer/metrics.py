@@ -87,7 +87,7 @@ def token_metrics(tokens: TokenStats) -> dict[str, float]:
         "kl_behaviour_k1": _mean(-behaviour_d),
         "kl_old": _k3(_differences(tokens.new_N, tokens.old_N)),
         "entropy": float(tokens.entropy_N.mean()),
-        "probs_corr": _pearson(np.exp(tokens.behaviour_N[known_N]), np.exp(tokens.new_N[known_N])),
+        "probs_corr": _pearson(_probabilities(tokens.behaviour_N[known_N]), _probabilities(tokens.new_N[known_N])),
         "advantage_abs_mean": float(np.abs(advantages_N).mean()),
         "advantage_abs_weighted": _weighted_mean(np.abs(advantages_N), tokens.weights_N),
         "logprobs_missing": float((~known_N).sum()),
@@ -187,6 +187,10 @@ def _mean(values: Floats) -> float:
 def _weighted_mean(values_N: Floats, weights_N: Floats) -> float:
     total = float(weights_N.sum())
     return float((values_N * weights_N).sum() / total) if total else math.nan
+
+
+def _probabilities(logprobs_N: Floats) -> Floats:
+    return np.exp(np.minimum(logprobs_N, 0.0))  # a sampler may say nonsense above 0
 
 
 def _pearson(a: Floats, b: Floats) -> float:
