@@ -191,20 +191,30 @@ def _spread(bins: _Bins, first: int, rest: list[int], of: _Items) -> list[int]:
 
 
 def _targets(bins: _Bins, first: int, rest: list[int], of: _Items) -> list[float]:
-    """What each bin should cost in the end: one level for all, but no more than its room allows and no less than its step's pace."""
-    seeds = np.array(bins.costs[first:])
-    density = sum(of.costs[i] for i in rest) / sum(of.tokens[i] for i in rest)
-    full = seeds + (of.capacity - np.array(bins.tokens[first:])) * density
-    pace = np.repeat(seeds.reshape(-1, of.ranks).max(axis=1), of.ranks)
-    total = seeds.sum() + sum(of.costs[i] for i in rest)
-    low, high = 0.0, float(max(full.max(), pace.max()))
-    for _ in range(24):
-        middle = (low + high) / 2
-        if np.minimum(np.maximum(middle, pace), full).sum() < total:
-            low = middle
-        else:
-            high = middle
-    return [float(target) for target in np.minimum(np.maximum(high, pace), full)]
+    """What each bin should cost in the end, so that the micro steps' paces add up to the least.
+
+    Shapes: S micro steps, K ranks. A bin can cost what its room filled with an average of the rest makes of it, no more. Raising
+    the pace of a micro step uses only those of its bins that are not full by then; so all micro steps are raised together, first
+    as long as all their bins take part, then as long as all but one do, and so on.
+    """
+    seeds_SK = np.array(bins.costs[first:]).reshape(-1, of.ranks)
+    room_SK = of.capacity - np.array(bins.tokens[first:]).reshape(-1, of.ranks)
+    work = sum(of.costs[i] for i in rest)
+    full_SK = seeds_SK + room_SK * (work / sum(of.tokens[i] for i in rest))
+    total = seeds_SK.sum() + work
+    pace_S = seeds_SK.max(axis=1)
+    for limit_S in np.sort(full_SK, axis=1).T:
+        low, high = 0.0, float(limit_S.max())
+        raised_S = np.maximum(pace_S, limit_S)
+        if np.minimum(raised_S[:, None], full_SK).sum() >= total:
+            for _ in range(24):
+                middle = (low + high) / 2
+                raised_S = np.maximum(pace_S, np.minimum(middle, limit_S))
+                low, high = (middle, high) if np.minimum(raised_S[:, None], full_SK).sum() < total else (low, middle)
+            pace_S = np.maximum(pace_S, np.minimum(high, limit_S))
+            break
+        pace_S = raised_S
+    return [float(target) for target in np.minimum(pace_S[:, None], full_SK).ravel()]
 
 
 def _repair(bins: _Bins, left: list[int], of: _Items) -> bool:
