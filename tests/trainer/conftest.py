@@ -7,9 +7,10 @@ from typing import Any, Literal
 import pytest
 from tests.trainer.tiny import random_groups, save_byte_tokenizer, save_model
 
-from headrace.schemas.training import LoraSettings, ModelSettings, OptimizerSettings, TrainConfig
+from headrace.schemas.state import TrainingScalars
+from headrace.schemas.training import LoraSettings, ModelSettings, OptimizerSettings, SftConfig, TrainConfig
 from headrace.trainer.groups import TokenizedGroup
-from headrace.trainer.plan import BaseSource, StateKey, StepPlan
+from headrace.trainer.plan import BaseSource, KlReference, StateKey, StepPlan
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +62,9 @@ def make_plan(tiny: BaseSource, tmp_path: Path) -> Callable[..., StepPlan]:
         config: TrainConfig | None = None,
         load_from: Path | None = None,
         seed: int = 0,
+        reference: KlReference | None = None,
+        sft: SftConfig | None = None,
+        scalars: TrainingScalars | None = None,
         **optimizer: float,
     ) -> StepPlan:
         state = state or StateKey(model_id="m", incarnation="i", step=0)
@@ -77,6 +81,9 @@ def make_plan(tiny: BaseSource, tmp_path: Path) -> Callable[..., StepPlan]:
             ),
             config=config or TrainConfig(learning_rate=1e-3),
             groups=random_groups(state.step) if groups is None else groups,
+            reference=reference,
+            sft=sft,
+            scalars=scalars or TrainingScalars(),
             load_from=None if load_from is None else str(load_from),
             out_dir=str(tmp_path / f"{attempt}-{state.step}"),
         )

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.trainer.tiny import group, random_groups, sequence
+from tests.trainer.tiny import ONE_THREAD, group, random_groups, sequence
 
 from headrace.core.errors import HeadraceError
 from headrace.schemas.training import TrainConfig
 from headrace.trainer.engine import TrainingEngine
-from headrace.trainer.forward import TOKENS
 from headrace.trainer.loss import LossOutput, policy_loss
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
 
@@ -23,7 +22,7 @@ Plans = Callable[..., StepPlan]
 
 @pytest.fixture(scope="module")
 def engine() -> TrainingEngine:
-    return TrainingEngine(threads=1)
+    return TrainingEngine(ONE_THREAD)
 
 
 def weights_of(plan: StepPlan) -> dict[str, bytes]:
@@ -42,9 +41,9 @@ def run_steps(engine: TrainingEngine, make_plan: Plans, steps: int, **options: o
 
 @pytest.mark.parametrize("adaptation", ["full", "lora"])
 def test_a_step_from_a_snapshot_in_a_new_engine_continues_bit_for_bit(make_plan: Plans, adaptation: str):
-    straight, last = run_steps(TrainingEngine(threads=1), make_plan, 3, adaptation=adaptation, attempt="straight")
-    first, plan = run_steps(TrainingEngine(threads=1), make_plan, 1, adaptation=adaptation, attempt="broken")
-    resumed = TrainingEngine(threads=1)
+    straight, last = run_steps(TrainingEngine(ONE_THREAD), make_plan, 3, adaptation=adaptation, attempt="straight")
+    first, plan = run_steps(TrainingEngine(ONE_THREAD), make_plan, 1, adaptation=adaptation, attempt="broken")
+    resumed = TrainingEngine(ONE_THREAD)
     second = make_plan(first[0].key, adaptation=adaptation, attempt="broken", load_from=Path(plan.out_dir, "snapshot"))
     results = [*first, resumed.run(second)]
     third = make_plan(results[-1].key, adaptation=adaptation, attempt="broken")
@@ -61,7 +60,7 @@ def test_a_state_that_was_never_committed_is_not_trained_on(engine: TrainingEngi
     engine.run(make_plan(committed, attempt="lost"))  # its commit was fenced: the rank holds a step 2 that nobody knows
     again = make_plan(committed, attempt="again", load_from=Path(first.out_dir, "snapshot"))
     engine.run(again)
-    reference, last = run_steps(TrainingEngine(threads=1), make_plan, 2, attempt="reference")
+    reference, last = run_steps(TrainingEngine(ONE_THREAD), make_plan, 2, attempt="reference")
     assert reference[-1].key.step == 2
     assert weights_of(again) == weights_of(last)
 
@@ -92,8 +91,8 @@ def test_a_truncated_snapshot_fails_the_step_and_nothing_is_resident(engine: Tra
 
 def test_a_step_that_broke_off_between_micro_batches_leaves_nothing_behind(make_plan: Plans, monkeypatch: pytest.MonkeyPatch):
     """Neither the gradients of the first half nor the state that they belong to."""
-    _, last = run_steps(TrainingEngine(threads=1), make_plan, 2, attempt="reference")
-    engine = TrainingEngine(threads=1)
+    _, last = run_steps(TrainingEngine(ONE_THREAD), make_plan, 2, attempt="reference")
+    engine = TrainingEngine(ONE_THREAD)
     first = make_plan(attempt="first")
     key = engine.run(first).key
     calls = []
@@ -105,10 +104,9 @@ def test_a_step_that_broke_off_between_micro_batches_leaves_nothing_behind(make_
         return policy_loss(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setitem(TOKENS, "cpu", 1)
-        patch.setattr("headrace.trainer.engine.policy_loss", breaks_at_the_second)
+        patch.setattr("headrace.trainer.update.policy_loss", breaks_at_the_second)
         with pytest.raises(MemoryError):
-            engine.run(make_plan(key, attempt="broken"))
+            engine.run(make_plan(key, attempt="broken", config=TrainConfig(learning_rate=1e-3, packed_sequence_length=32)))
     with pytest.raises(HeadraceError, match="does not hold"):
         engine.run(make_plan(key, attempt="without"))
     again = make_plan(key, attempt="again", load_from=Path(first.out_dir, "snapshot"))
@@ -138,26 +136,13 @@ def test_groups_without_variance_change_neither_gradient_nor_denominators(engine
     assert (alone.loss, alone.grad_norm, alone.plan_digest) == (mixed.loss, mixed.grad_norm, mixed.plan_digest)
 
 
-@pytest.mark.parametrize("tokens", [1, 40, 100])
-def test_the_update_does_not_depend_on_the_number_of_micro_batches(make_plan: Plans, monkeypatch: pytest.MonkeyPatch, tokens: int):
-    whole = make_plan(attempt="whole")
-    one = TrainingEngine(threads=1).run(whole)
-    monkeypatch.setitem(TOKENS, "cpu", tokens)
-    parts = make_plan(attempt="parts")
-    many = TrainingEngine(threads=1).run(parts)
-    assert many.loss == pytest.approx(one.loss, rel=1e-5)
-    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
-    first, second = (load_file(Path(plan.out_dir, "weights", "model.safetensors")) for plan in (whole, parts))
-    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 2e-6
-
-
 def test_the_step_is_adamw_on_the_clipped_mean_gradient(make_plan: Plans, tiny: BaseSource):
     """One step against plain torch: the loss written out, one sequence at a time, torch's own clip and AdamW."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - seconds
 
     groups = random_groups(11, groups=2)
     plan = make_plan(groups=groups, max_grad_norm=0.05, weight_decay=0.2, beta2=0.9)
-    result = TrainingEngine(threads=1).run(plan)
+    result = TrainingEngine(ONE_THREAD).run(plan)
     model = AutoModelForCausalLM.from_pretrained(tiny.path)
     trajectories = [trajectory for g in groups for trajectory in g.trajectories]
     raw = []
@@ -180,7 +165,7 @@ def test_the_step_is_adamw_on_the_clipped_mean_gradient(make_plan: Plans, tiny: 
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.2).step()
-    assert result.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert result.loss == pytest.approx(float(loss.detach()), abs=1e-6)
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-4)
     got = load_file(Path(plan.out_dir, "weights", "model.safetensors"))
     # Adam's first step divides a gradient by its own size: where it is nearly 0, rounding decides its sign.
@@ -211,8 +196,8 @@ def test_on_policy_ratios_are_one(engine: TrainingEngine, make_plan: Plans, tiny
 
 def test_equal_plans_give_equal_bytes_whatever_ran_before(make_plan: Plans):
     one = make_plan(attempt="one", adaptation="lora")
-    TrainingEngine(threads=1).run(one)
-    busy = TrainingEngine(threads=1)
+    TrainingEngine(ONE_THREAD).run(one)
+    busy = TrainingEngine(ONE_THREAD)
     busy.run(make_plan(attempt="other", adaptation="lora", seed=9))
     two = make_plan(attempt="two", adaptation="lora")
     busy.run(two)
@@ -229,11 +214,6 @@ def test_lora_starts_as_the_base_model_and_another_seed_starts_elsewhere(engine:
     assert any(not torch.equal(a[name], b[name]) for name in a if "lora_A" in name)
 
 
-def test_options_that_are_not_there_fail_the_step_by_name(engine: TrainingEngine, make_plan: Plans):
-    with pytest.raises(HeadraceError, match="kl_penalty_coef, plot_tensors"):
-        engine.run(make_plan(config=TrainConfig(kl_penalty_coef=0.1, plot_tensors=True)))
-
-
 def test_a_gradient_that_is_not_finite_fails_the_step(make_plan: Plans, make_base: Callable[..., BaseSource]):
     base = make_base()
     from safetensors.torch import save_file  # noqa: PLC0415 - next to its use
@@ -242,7 +222,7 @@ def test_a_gradient_that_is_not_finite_fails_the_step(make_plan: Plans, make_bas
     tensors = load_file(path)
     tensors["model.norm.weight"][0] = 1e38
     save_file(tensors, path, metadata={"format": "pt"})
-    engine = TrainingEngine(threads=1)
+    engine = TrainingEngine(ONE_THREAD)
     with pytest.raises(HeadraceError, match="not finite"):
         engine.run(make_plan(base=base))
 

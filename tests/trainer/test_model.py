@@ -4,17 +4,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.trainer.tiny import random_groups
+from tests.trainer.tiny import ONE_THREAD, families
 
 from headrace.schemas.training import ModelSettings
-from headrace.trainer.advantages import batch_credits
 from headrace.trainer.engine import TrainingEngine
-from headrace.trainer.forward import logits_at, micro_batches, sampled_logprobs
-from headrace.trainer.model import BaseModelError, RowLayout, adapt, load_base, row_layout
-from headrace.trainer.options import AdvantageOptions
+from headrace.trainer.forward import RowTensors, logits_at
+from headrace.trainer.model import BaseModelError, adapt, load_base, self_test
 from headrace.trainer.packing import pack
 from headrace.trainer.plan import BaseSource, StepPlan
 
@@ -22,45 +21,101 @@ Bases = Callable[..., BaseSource]
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes"),
+    ("architecture", "changes", "tree", "chunked"),
     [
-        ("qwen3", {}),
-        ("llama", {}),
-        ("gemma2", {"final_logit_softcapping": 3.0, "sliding_window": 4, "query_pre_attn_scalar": 8}),
-        ("gpt2", {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+        ("qwen3", {}, True, True),
+        ("llama", {}, True, True),
+        ("mistral", {"sliding_window": 4}, True, True),
+        ("granite", {"logits_scaling": 2.0}, True, False),
+        # Soft caps inside the attention: its own attention, one sequence a row.
+        ("gemma2", {"final_logit_softcapping": 3.0, "sliding_window": 4, "query_pre_attn_scalar": 8}, False, False),
+        ("gpt2", {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}, True, True),
     ],
 )
-def test_packed_rows_give_the_log_probabilities_of_one_sequence_at_a_time(make_base: Bases, architecture: str, changes: dict[str, object]):
-    model = load_base(make_base(architecture, **changes)).eval()
-    assert row_layout(model) is RowLayout.PACKED
-    groups = random_groups(4, groups=2, length=8)
-    found = batch_credits(groups, AdvantageOptions())
-    packed, alone = (pack(groups, found, 32, alone=one) for one in (False, True))
-    assert packed.rows < alone.rows
+def test_packed_rows_give_the_log_probabilities_of_one_sequence_at_a_time(
+    make_base: Bases, architecture: str, changes: dict[str, object], *, tree: bool, chunked: bool
+):
+    base = make_base(architecture, **changes)
+    model = load_base(base).eval()
+    scorer = self_test(model)
+    assert (scorer.width is not None, scorer.chunked) == (tree, chunked)
+    sequences = families(3, groups=2, answers=4)
+    update = pack(sequences, capacity=80, alone=not tree, min_shared=1)
+    plain = load_base(base).eval()
     with torch.no_grad():
-        got: dict[int, torch.Tensor] = {}
-        expected: dict[int, torch.Tensor] = {}
-        for rows, into in ((packed, got), (alone, expected)):
-            for batch in micro_batches(rows, torch.device("cpu"), 70):
-                new_N, _ = sampled_logprobs(model, batch)
-                for branch in batch.tokens.branches_N.unique().tolist():
-                    into[branch] = new_N[batch.tokens.branches_N == branch]
-        # And against the plain model, one sequence, no packing, no hook.
-        plain = [s for g in groups for t in g.trajectories for s in t.sequences]
-        for branch, s in enumerate(plain):
-            ids = torch.from_numpy(s.token_ids).long()
-            logits = model(ids[None], use_cache=False).logits[0].float()
-            whole = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0][torch.from_numpy(s.trainable)[1:]]
-            torch.testing.assert_close(expected[branch], whole, atol=2e-6, rtol=1e-5)
-            torch.testing.assert_close(got[branch], whole, atol=2e-6, rtol=1e-5)
+        for row in update.rows:
+            new_N, _ = scorer.score(model, RowTensors.of(row, torch.device("cpu"), scorer.width), chunk=5)
+            for branch in np.unique(row.branches_N):
+                ids = torch.from_numpy(sequences[branch].sequence.token_ids).long()
+                chosen = torch.from_numpy(sequences[branch].sequence.trainable)[1:]
+                logits = plain(ids[None], use_cache=False).logits[0].float()
+                whole = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0][chosen]
+                torch.testing.assert_close(new_N[row.branches_N == branch], whole, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "dtype", "tolerance"),
+    [
+        ("qwen3", {}, torch.float32, 1e-6),
+        ("llama", {}, torch.float32, 1e-6),
+        # Of the architectures that transformers has, those with RMS norms compute them in float32, whatever the model's type.
+        ("gpt2", {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}, torch.float64, 1e-10),
+    ],
+)
+def test_packed_with_sharing_equals_one_sequence_at_a_time_in_logits_and_gradients(
+    make_base: Bases, architecture: str, changes: dict[str, object], dtype: torch.dtype, tolerance: float
+):
+    """Nested prefixes, shared answers with different weights: relative to the largest logit and the largest gradient."""
+    base = make_base(architecture, **changes)
+    sequences = families(5, groups=3, answers=5)
+    update = pack(sequences, capacity=4096, min_shared=1)
+    assert sum(len(row) for row in update.rows) < 0.7 * sum(len(credited.sequence) for credited in sequences)
+    packed, plain = load_base(base).to(dtype).eval(), load_base(base).to(dtype).eval()
+    scorer = self_test(packed)
+    assert scorer.width is not None
+    for row in update.rows:
+        new_N, _ = scorer.score(packed, RowTensors.of(row, torch.device("cpu"), scorer.width), chunk=16)
+        (new_N * torch.from_numpy(row.weights_N).to(dtype)).sum().backward()
+    for credited in sequences:
+        ids = torch.from_numpy(credited.sequence.token_ids).long()
+        logits = plain(ids[None], use_cache=False).logits[0]
+        new_N = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0][torch.from_numpy(credited.sequence.trainable)[1:]]
+        (new_N * float(np.float32(credited.weight))).sum().backward()
+    gradients = [(a.grad, b.grad) for a, b in zip(packed.parameters(), plain.parameters(), strict=True)]
+    largest = max(float(theirs.abs().max()) for _, theirs in gradients)
+    assert max(float((mine - theirs).abs().max()) for mine, theirs in gradients) <= tolerance * largest
+    with torch.no_grad():
+        for row in update.rows:
+            logits_NV = logits_at(packed, RowTensors.of(row, torch.device("cpu"), scorer.width), torch.from_numpy(row.predictors_N).long())
+            for branch in np.unique(row.branches_N):
+                sequence = sequences[branch].sequence
+                expected = plain(torch.from_numpy(sequence.token_ids).long()[None], use_cache=False).logits[0]
+                expected = expected[:-1][torch.from_numpy(sequence.trainable)[1:]]
+                mine = logits_NV[torch.from_numpy(row.branches_N == branch)]
+                assert float((mine - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
 
 def test_a_model_that_lets_packed_sequences_see_each_other_gets_one_sequence_a_row(make_base: Bases):
-    """A mask of ones stands for every architecture that can't isolate."""
+    """A running mean over the row stands for every layer that carries a state along it (recurrent ones, convolutions)."""
+    model = load_base(make_base()).eval()
+    inner = model.model.forward
+
+    def carrying(**inputs: object) -> object:
+        output = inner(**inputs)
+        hidden = output.last_hidden_state
+        output.last_hidden_state = hidden + hidden.cumsum(1) / torch.arange(1, hidden.shape[1] + 1)[:, None]
+        return output
+
+    model.model.forward = carrying
+    assert self_test(model).width is None
+
+
+def test_a_model_that_keeps_the_layout_from_its_attention_gets_one_sequence_a_row(make_base: Bases):
     model = load_base(make_base()).eval()
     forward = model.forward
-    model.forward = lambda **inputs: forward(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]))
-    assert row_layout(model) is RowLayout.ALONE
+    model.forward = lambda headrace_layout=None, **inputs: forward(**inputs)
+    assert self_test(model).width is None
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_model_that_sees_what_comes_is_refused(make_base: Bases):
@@ -74,7 +129,7 @@ def test_a_model_that_sees_what_comes_is_refused(make_base: Bases):
 
     model.model.forward = leaking
     with pytest.raises(BaseModelError, match="not causal"):
-        row_layout(model)
+        self_test(model)
 
 
 def test_a_model_without_position_ids_is_refused_in_words(make_base: Bases):
@@ -82,25 +137,26 @@ def test_a_model_without_position_ids_is_refused_in_words(make_base: Bases):
     forward = model.forward
     model.forward = lambda input_ids, use_cache: forward(input_ids=input_ids, use_cache=use_cache)
     with pytest.raises(BaseModelError, match="position ids"):
-        row_layout(model)
+        self_test(model)
 
 
 def test_only_chosen_positions_are_projected_to_the_vocabulary(tiny: BaseSource):
     model = load_base(tiny).eval()
     shapes: list[torch.Size] = []
-    model.get_output_embeddings().register_forward_hook(lambda _m, _i, output: shapes.append(output.shape))
-    ids = torch.arange(24).reshape(2, 12)
-    positions = torch.arange(12).expand(2, 12)
-    rows, columns = torch.tensor([0, 1, 1]), torch.tensor([3, 0, 11])
-    logits = logits_at(model, ids, positions, rows, columns)
-    assert shapes == [(1, 3, 264)]
-    torch.testing.assert_close(logits, model(input_ids=ids, use_cache=False).logits[rows, columns])
+    hook = model.get_output_embeddings().register_forward_hook(lambda _m, _i, output: shapes.append(output.shape))
+    (row,) = pack(families(1, groups=1, answers=1), capacity=64).rows
+    columns = torch.tensor([0, 3, 3, 11])
+    logits = logits_at(model, RowTensors.of(row, torch.device("cpu"), None), columns)
+    hook.remove()
+    assert shapes == [(1, 4, 264)]
+    ids = torch.from_numpy(row.token_ids_T).long()[None]
+    torch.testing.assert_close(logits, model(input_ids=ids, use_cache=False).logits[0, columns])
 
 
 def test_dropout_is_off(make_base: Bases, make_plan: Callable[..., StepPlan]):
     """A base model whose config asks for dropout trains as if it did not: a learner with dropout is another policy than the sampler."""
     plans = [make_plan(base=make_base(attention_dropout=rate), attempt=f"dropout{rate}") for rate in (0.0, 0.5)]
-    losses = [TrainingEngine(threads=1).run(plan).loss for plan in plans]
+    losses = [TrainingEngine(ONE_THREAD).run(plan).loss for plan in plans]
     assert losses[0] == losses[1]
 
 
@@ -110,7 +166,7 @@ def test_full_weights_are_a_base_model_folder(make_base: Bases, make_plan: Calla
 
     base = make_base(tie_word_embeddings=tied)
     plan = make_plan(base=base, attempt=f"tied{tied}")
-    TrainingEngine(threads=1).run(plan)
+    TrainingEngine(ONE_THREAD).run(plan)
     folder = Path(plan.out_dir, "weights")
     assert ("lm_head.weight" in load_file(folder / "model.safetensors")) is not tied
     again = load_base(BaseSource(path=str(folder)))
@@ -119,29 +175,30 @@ def test_full_weights_are_a_base_model_folder(make_base: Bases, make_plan: Calla
     assert all(0 < m < 3e-3 for m in moved)
     assert AutoTokenizer.from_pretrained(folder).chat_template is not None
     follow = make_plan(base=BaseSource(path=str(folder)), attempt=f"again{tied}")
-    assert TrainingEngine(threads=1).run(follow).updates == 1
+    assert TrainingEngine(ONE_THREAD).run(follow).updates == 1
 
 
 def test_lora_weights_load_over_the_base_and_give_the_trained_model(tiny: BaseSource, make_plan: Callable[..., StepPlan]):
     from peft import PeftModel  # noqa: PLC0415 - seconds
 
     plan = make_plan(adaptation="lora", config=None)
-    engine = TrainingEngine(threads=1)
+    engine = TrainingEngine(ONE_THREAD)
     result = engine.run(plan)
     assert result.weights_format == "lora"
     folder = Path(plan.out_dir, "weights")
     assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     loaded = PeftModel.from_pretrained(load_base(tiny), str(folder)).eval()
     ids = torch.arange(10)[None]
-    trained = engine._loaded.engine.module.eval()
+    trained = engine._loaded.model.eval()
     with torch.no_grad():
+        trained.set_attn_implementation("sdpa")
         torch.testing.assert_close(loaded(ids).logits, trained(ids).logits)
         assert not torch.equal(loaded(ids).logits, load_base(tiny)(ids).logits)
 
 
 def test_adapters_say_nothing_of_this_machine_and_are_equal_byte_for_byte(tiny: BaseSource, make_plan: Callable[..., StepPlan]):
     plan = make_plan(adaptation="lora")
-    TrainingEngine(threads=1).run(plan)
+    TrainingEngine(ONE_THREAD).run(plan)
     text = Path(plan.out_dir, "weights", "adapter_config.json").read_text()
     assert tiny.path not in text
     config = json.loads(text)

@@ -12,7 +12,8 @@ import pytest
 
 from headrace.schemas.training import TrainConfig
 from headrace.trainer.plan import BaseSource, StepPlan
-from headrace.trainer.rank import RankDiedError, RankProcess, StepFailedError
+from headrace.trainer.rank import RankDiedError, RankWorld, StepFailedError
+from headrace.trainer.world import WorldSettings
 
 Plans = Callable[..., StepPlan]
 
@@ -24,21 +25,21 @@ def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rank(extensions: Path) -> Iterator[RankProcess]:
+def rank(extensions: Path) -> Iterator[RankWorld]:
     """One for all, since it imports for seconds. It finds no compiler, and is interrupted as by a terminal while it imports."""
-    process = RankProcess(threads=1)
+    process = RankWorld(WorldSettings(threads=1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(extensions))
         patch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
         process.start()
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGINT)
+    assert process.pids[0] is not None
+    os.kill(process.pids[0], signal.SIGINT)
     yield process
     process.kill()
     process.close()
 
 
-def test_a_plan_goes_in_and_a_step_comes_out_and_the_state_stays(rank: RankProcess, make_plan: Plans, tiny: BaseSource):
+def test_a_plan_goes_in_and_a_step_comes_out_and_the_state_stays(rank: RankWorld, make_plan: Plans, tiny: BaseSource):
     rank.preload(tiny)
     first = rank.run(make_plan())
     assert (first.updates, first.key.step, first.fingerprint.threads) == (1, 1, 1)
@@ -46,27 +47,27 @@ def test_a_plan_goes_in_and_a_step_comes_out_and_the_state_stays(rank: RankProce
     assert second.key.step == 2
 
 
-def test_nothing_is_compiled(rank: RankProcess, make_plan: Plans, extensions: Path):
+def test_nothing_is_compiled(rank: RankWorld, make_plan: Plans, extensions: Path):
     rank.run(make_plan())
     assert list(extensions.iterdir()) == []
 
 
-def test_a_step_that_raises_fails_alone(rank: RankProcess, make_plan: Plans):
+def test_a_step_that_raises_fails_alone(rank: RankWorld, make_plan: Plans):
     with pytest.raises(StepFailedError) as caught:
-        rank.run(make_plan(config=TrainConfig(plot_tensors=True)))
-    assert str(caught.value).strip().splitlines()[-1].endswith("plot_tensors. Leave it out or set to null.")
+        rank.run(make_plan(config=TrainConfig(kl_loss_coef=0.1)))
+    assert str(caught.value).strip().splitlines()[-1].endswith("the config asks for KL to a reference policy, and the plan brings none")
     assert rank.run(make_plan()).updates == 1
 
 
-def test_the_terminals_interrupt_is_the_parents_to_judge(rank: RankProcess, make_plan: Plans):
-    assert rank.pid is not None
-    os.kill(rank.pid, signal.SIGINT)
+def test_the_terminals_interrupt_is_the_parents_to_judge(rank: RankWorld, make_plan: Plans):
+    assert rank.pids[0] is not None
+    os.kill(rank.pids[0], signal.SIGINT)
     assert rank.run(make_plan()).key.step == 1
 
 
-def test_a_rank_that_is_killed_says_so_to_its_waiting_caller(rank: RankProcess, make_plan: Plans):
+def test_a_rank_that_is_killed_says_so_to_its_waiting_caller(rank: RankWorld, make_plan: Plans):
     """Last of those that share the rank."""
-    assert rank.pid is not None
+    assert rank.pids[0] is not None
     failed: list[BaseException] = []
 
     def run_for_ever() -> None:
@@ -78,16 +79,16 @@ def test_a_rank_that_is_killed_says_so_to_its_waiting_caller(rank: RankProcess, 
 
     caller = threading.Thread(target=run_for_ever)
     caller.start()
-    os.kill(rank.pid, signal.SIGKILL)
+    os.kill(rank.pids[0], signal.SIGKILL)
     caller.join(30)
     assert "exit code -9" in str(failed[0])
     assert not rank.alive
 
 
 def test_closing_ends_it_without_force():
-    rank = RankProcess(threads=1)
+    rank = RankWorld(WorldSettings(threads=1))
     rank.start()
-    pid = rank.pid
+    (pid,) = rank.pids
     rank.close()
     assert pid is not None
     with pytest.raises(ProcessLookupError):
@@ -99,11 +100,12 @@ def test_the_rank_ends_with_its_parent_even_when_that_is_killed(tmp_path: Path):
     script = tmp_path / "parent.py"
     script.write_text(
         "import sys, time\n"
-        "from headrace.trainer.rank import RankProcess\n"
+        "from headrace.trainer.rank import RankWorld\n"
+        "from headrace.trainer.world import WorldSettings\n"
         "if __name__ == '__main__':\n"
-        "    rank = RankProcess(threads=1)\n"
+        "    rank = RankWorld(WorldSettings(threads=1))\n"
         "    rank.start()\n"
-        "    print(rank.pid, flush=True)\n"
+        "    print(rank.pids[0], flush=True)\n"
         "    sys.stdin.read()\n"
     )
     parent = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

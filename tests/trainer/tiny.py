@@ -7,6 +7,10 @@ from typing import Any
 import numpy as np
 
 from headrace.trainer.groups import TokenizedGroup, TokenizedTrajectory, TokenSequence
+from headrace.trainer.rows import CreditedSequence
+from headrace.trainer.world import WorldSettings
+
+ONE_THREAD = WorldSettings(threads=1)
 
 BYTES = 256
 END, PAD, START = 256, 257, 258
@@ -90,3 +94,26 @@ def random_groups(seed: int, groups: int = 3, rollouts: int = 4, length: int = 1
         sequences = [sequence(prompt, answer, -rng.random(len(answer)) * 6) for answer in answers]
         made.append(group([float(r) for r in rng.random(rollouts)], sequences, f"g{g}"))
     return tuple(made)
+
+
+def families(seed: int, groups: int = 3, answers: int = 4) -> list[CreditedSequence]:
+    """Sequences that share prompts, and in pairs the beginnings of their answers too; weights of both signs."""
+    rng = np.random.default_rng(seed)
+    made: list[CreditedSequence] = []
+    for tree in range(groups):
+        prompt = rng.integers(0, BYTES, int(rng.integers(9, 24))).tolist()
+        start: list[int] = []
+        for a in range(answers):
+            if a % 2 == 0:
+                start = rng.integers(0, BYTES, int(rng.integers(1, 6))).tolist()
+            answer = [*start, *rng.integers(0, BYTES, int(rng.integers(1, 9))).tolist()]
+            made.append(
+                CreditedSequence(
+                    sequence=sequence(prompt, answer, (-rng.random(len(answer)) * 6).tolist()),
+                    tree=tree,
+                    branch=len(made),
+                    advantage=float(rng.normal()),
+                    weight=float(rng.normal()),
+                )
+            )
+    return made

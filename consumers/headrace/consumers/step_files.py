@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.store import ObjectStore, fetch_folder, store_folder
-from headrace.schemas.weights import Manifest, WeightsRef
+from headrace.schemas.weights import FolderKind, Manifest, WeightsRef
 from headrace.trainer.plan import StepResult
 
 DUPLICATES_FILE = "duplicates.u64"
@@ -23,6 +23,8 @@ class StoredStep:
     weights: WeightsRef
     weights_manifest: Manifest
     snapshot: WeightsRef
+    plots: WeightsRef | None
+    """Where the step drew any."""
 
 
 async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, duplicates: bytes) -> StoredStep:
@@ -30,7 +32,7 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
 
     Args:
         store: The object store.
-        out_dir: The plan's `out_dir`, with `weights/` and `snapshot/`.
+        out_dir: The plan's `out_dir`, with `weights/`, `snapshot/` and perhaps `plots/`.
         result: What the rank answered.
         duplicates: The duplicate window at the cut: part of the snapshot.
 
@@ -41,12 +43,12 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
     prefix = f"models/{key.model_id}/{key.incarnation}"
     name = f"{key.step:08d}-{key.attempt}"
 
-    def put(kind: str, folder: str) -> tuple[Manifest, WeightsRef]:
+    def put(kind: FolderKind, folder: str) -> tuple[Manifest, WeightsRef]:
         return store_folder(
             store,
             f"{prefix}/{folder}/{name}",
             out_dir / kind,
-            kind="weights" if kind == "weights" else "snapshot",
+            kind=kind,
             model_id=key.model_id,
             incarnation=key.incarnation,
             step=key.step,
@@ -57,8 +59,10 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
     (manifest, weights), (_, snapshot) = await asyncio.gather(
         asyncio.to_thread(put, "weights", "weights"), asyncio.to_thread(put, "snapshot", "snapshots")
     )
+    drawn = await asyncio.to_thread((out_dir / "plots").is_dir)
+    plots = (await asyncio.to_thread(put, "plots", "plots"))[1] if drawn else None
     await asyncio.to_thread(shutil.rmtree, out_dir, ignore_errors=True)
-    return StoredStep(weights=weights, weights_manifest=manifest, snapshot=snapshot)
+    return StoredStep(weights=weights, weights_manifest=manifest, snapshot=snapshot, plots=plots)
 
 
 async def load_duplicates(store: ObjectStore, snapshot: WeightsRef, into: Path) -> bytes:

@@ -17,6 +17,7 @@ from pathlib import Path
 import orjson
 
 from headrace.consumers.cut import Batch, lag_of
+from headrace.consumers.kl_references import KlReferences, ReferenceMissingError
 from headrace.consumers.lane_commands import problem_of
 from headrace.consumers.model_run import ModelRun
 from headrace.consumers.step_files import store_step
@@ -27,8 +28,9 @@ from headrace.core.store import ObjectStore
 from headrace.schemas.events import StepCompleted
 from headrace.schemas.jobs import JobState
 from headrace.schemas.state import StepRecord, offset_ranges
-from headrace.schemas.training import TrainConfig
+from headrace.schemas.training import SftConfig, TrainConfig
 from headrace.schemas.weights import WeightsPublished
+from headrace.trainer.options import resolve
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
 from headrace.trainer.rank import RankDiedError, StepFailedError
 
@@ -58,13 +60,16 @@ class StepRunner:
         store: Object store.
         world: The device.
         lane: Partition number.
+        references: Policies that KL is measured against.
     """
 
-    def __init__(self, settings: Settings, store: ObjectStore, world: TrainerWorld, lane: int) -> None:
+    def __init__(self, settings: Settings, store: ObjectStore, world: TrainerWorld, lane: int, references: KlReferences) -> None:
         self._settings = settings
         self._store = store
         self._world = world
         self._lane = lane
+        self._references = references
+        self._work_dir = settings.worker.work_dir.absolute()
         self._failures: Counter[tuple[str, str, int]] = Counter()
 
     async def run(self, run: ModelRun, batch: Batch) -> CommittedStep:
@@ -75,11 +80,15 @@ class StepRunner:
             HeadraceError: the store can't be reached.
         """
         config = self._config(run, batch)
+        sft = self._sft(run, batch)
         if (problem := problem_of(run.state.settings.model_copy(update={"train": config}), self._settings.base_models)) is not None:
             raise BatchGivenUpError(problem)
         key = (run.state.model_id, run.state.incarnation, run.state.policy_version)
         while True:
-            prepared = self._prepare(run, batch, config)
+            try:
+                prepared = await self._prepare(run, batch, config, sft)
+            except ReferenceMissingError as error:
+                raise BatchGivenUpError(str(error)) from error
             try:
                 result = await self._world.run(prepared.plan, run.state.snapshot)
             except (StepFailedError, RankDiedError) as error:
@@ -99,9 +108,20 @@ class StepRunner:
         own = job.document.config if job is not None and job.document is not None else None
         return merged_config(run.state.settings.train, own)
 
-    def _prepare(self, run: ModelRun, batch: Batch, config: TrainConfig) -> _Prepared:
+    @staticmethod
+    def _sft(run: ModelRun, batch: Batch) -> SftConfig | None:
+        """The settings of a supervised job; None for any other step."""
+        job = run.jobs.get(batch.job_id) if batch.job_id is not None else None
+        document = job.document if job is not None else None
+        return None if document is None or document.kind != "sft" else document.sft or SftConfig()
+
+    async def _prepare(self, run: ModelRun, batch: Batch, config: TrainConfig, sft: SftConfig | None) -> _Prepared:
         state = run.state
         attempt = str(uuid.uuid4())
+        options = resolve(config)
+        reference = None
+        if options.needs_reference and sft is None:
+            reference = await self._references.of(state.model_id, state.incarnation, state.policy_version, options.kl)
         entry = self._settings.base_models[state.settings.base_model]
         plan = StepPlan(
             state=StateKey(model_id=state.model_id, incarnation=state.incarnation, step=state.policy_version, attempt=state.last_attempt),
@@ -110,7 +130,10 @@ class StepRunner:
             settings=state.settings,
             config=config,
             groups=tuple(waiting.group for waiting in batch.groups),
-            out_dir=str(Path(self._settings.worker.work_dir).absolute() / attempt),
+            sft=sft,
+            scalars=state.scalars,
+            reference=reference,
+            out_dir=str(self._work_dir / attempt),
         )
         lags = Counter(
             lag
@@ -148,6 +171,8 @@ class StepRunner:
             metrics=metrics,
             weights=stored.weights,
             snapshot=stored.snapshot,
+            plots=stored.plots,
+            scalars=result.scalars,
             fingerprint=result.fingerprint,
         )
         completed = StepCompleted(

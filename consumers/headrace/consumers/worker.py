@@ -17,6 +17,7 @@ from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.balancer import Balancer
 from headrace.consumers.lane import Lane
 from headrace.consumers.world import TrainerWorld
+from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
 from headrace.core.processes import runs
 from headrace.core.settings import Settings
@@ -28,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
 _WORK_PREFIX = "worker-"
+
+
+class WorldLostError(HeadraceError):
+    """Ranks that a launcher started are gone; it restarts all, this worker included."""
 
 
 class Worker:
@@ -55,6 +60,7 @@ class Worker:
         """Work until `stop`, SIGTERM or SIGINT.
 
         Raises:
+            WorldLostError: under a launcher, a rank ended or hung.
             HeadraceError: Kafka can't be reached, or the topics are missing or differ.
         """
         loop = asyncio.get_running_loop()
@@ -70,16 +76,25 @@ class Worker:
         try:
             await self._balancer.start()
             logger.info("worker of group %s on %d lanes", self._settings.worker.group, count)
+            lost = asyncio.create_task(self._end_with(world))
             while not self._stopping.is_set():
                 await self._balancer.changed.wait()
                 self._balancer.changed.clear()
                 self._reconcile(pool, world)
+            lost.cancel()
         finally:
             await self._release_all()
             await self._balancer.stop()
             await world.close()
             pool.close()
             await asyncio.to_thread(shutil.rmtree, self._settings.worker.work_dir, ignore_errors=True)
+        if world.lost.is_set():
+            raise WorldLostError("a rank ended or hung in a world that a launcher started: all its ranks must be started anew")
+
+    async def _end_with(self, world: TrainerWorld) -> None:
+        await world.lost.wait()
+        logger.error("the world of ranks is broken, and its launcher must start it anew: this worker ends")
+        self.stop()
 
     def _reconcile(self, pool: AdmissionPool, world: TrainerWorld) -> None:
         """Start what was given, cancel what is gone. What stays is not touched (rule 4)."""

@@ -7,6 +7,8 @@ from pydantic import Field
 
 from headrace.schemas.base import Record, utc_now
 
+FolderKind = Literal["weights", "snapshot", "plots"]
+
 
 class StoredFile(Record):
     """One file of a manifest: path relative to the manifest's folder, size in bytes, SHA-256 in hex."""
@@ -19,7 +21,7 @@ class StoredFile(Record):
 class Manifest(Record):
     """Written last, by a conditional put, beside the files it lists: `manifest.json`."""
 
-    kind: Literal["weights", "snapshot"]
+    kind: FolderKind
     model_id: str
     incarnation: str
     step: int

@@ -1,15 +1,19 @@
-"""DeepSpeed for one rank: float32 with gloo on a CPU, bf16 autocast over float32 weights on a GPU.
+"""DeepSpeed for one rank of a world: float32 with gloo on a CPU, bf16 autocast over float32 weights on a GPU.
 
-Guarantees: starts in a second, without a compiler, a free port or MPI. Gives up: DeepSpeed's shared-memory all-reduce for CPU
-ranks, which it would compile with the C++ compiler of the machine at the first start (37 s measured, and a failure where there is
-none); and bf16 master weights: on a GPU the weights stay float32, so that a snapshot is the whole state.
+Guarantees: starts in a second, without a compiler or MPI, and a world on one machine without a free port; sums over ranks in one
+order, so equal worlds give equal bits. Gives up: DeepSpeed's shared-memory all-reduce for CPU ranks, which it would compile with the C++ compiler of the
+machine at the first start (37 s measured, and a failure where there is none); its fused CPU Adam, for the same reason; overlap of
+communication and backward; and bf16 master weights: on a GPU the weights stay float32, so that a snapshot is the whole state.
 """
 
 import logging
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
+
+from headrace.trainer.world import Seat, WorldSettings
 
 
 def device() -> torch.device:
@@ -17,11 +21,11 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def join_world() -> None:
-    """Import DeepSpeed (seconds) and make the world of one rank; once a process."""
+def join_world(world: WorldSettings, seat: Seat) -> None:
+    """Import DeepSpeed (seconds) and join the world; once a process. Returns when every rank is there."""
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ["LOCAL_RANK"] = str(seat.local_rank)
     import deepspeed  # noqa: PLC0415 - takes seconds, and reads the environment set above
 
     for name in ("DeepSpeed", "deepspeed"):
@@ -30,34 +34,55 @@ def join_world() -> None:
         return
     # Said to be incompatible, the shared-memory operator is not compiled (see above); gloo does its work.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    # A store inside the process: one rank needs no port.
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # exported at run time only
+    timeout = timedelta(seconds=world.collective_seconds)
+    if world.size > 1 and seat.rendezvous is None:
+        torch.distributed.init_process_group(backend, timeout=timeout, rank=seat.rank, world_size=world.size)
+    else:
+        # A store in this process, or in a file: ranks of one machine need no port.
+        alone = seat.rendezvous is None
+        store = torch.distributed.HashStore() if alone else torch.distributed.FileStore(seat.rendezvous, world.size)  # type: ignore[attr-defined]  # exported at run time only
+        torch.distributed.init_process_group(backend, store=store, timeout=timeout, rank=seat.rank, world_size=world.size)
     deepspeed.init_distributed(backend, verbose=False)
 
 
-def start_engine(model: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> Any:  # noqa: ANN401 - deepspeed is untyped
+def start_engine(model: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float, world: WorldSettings) -> Any:  # noqa: ANN401 - deepspeed is untyped
     """A DeepSpeed engine over the model; it accumulates until `set_gradient_accumulation_boundary(True)`.
 
     Args:
         model: With the parameters that train.
         optimizer: Over those parameters.
         max_grad_norm: Clip.
+        world: ZeRO stage, offload.
     """
     import deepspeed  # noqa: PLC0415 - `join_world` imported it
 
+    zero: dict[str, object] = {"stage": world.zero_stage, "overlap_comm": False}
+    if world.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         config={
             "train_micro_batch_size_per_gpu": 1,
-            # Micro batches differ in number from step to step: the boundary is set by hand, and the loss is normalised by the step's
-            # token count before the first backward, not divided by a number of micro batches.
+            # Micro steps differ in number from update to update: the boundary is set by hand, and the normalisers are in the loss before
+            # the first backward, not a division by a number of micro batches.
             "gradient_accumulation_steps": 1,
             "gradient_clipping": max_grad_norm,
-            "zero_optimization": {"stage": 0},
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
             "torch_autocast": {"enabled": torch.cuda.is_available(), "dtype": "bfloat16"},
             "steps_per_print": 2**31,
         },
     )
     return engine
+
+
+def set_clip(engine: Any, max_grad_norm: float) -> None:  # noqa: ANN401 - deepspeed is untyped
+    """Clip the next updates at another norm: a world serves several models and kinds of jobs."""
+    engine._config.gradient_clipping = max_grad_norm
+    if hasattr(engine.optimizer, "clip_grad"):  # ZeRO's own
+        engine.optimizer.clip_grad = max_grad_norm

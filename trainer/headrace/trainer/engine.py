@@ -1,17 +1,16 @@
-"""The training engine: one resident training state on one device; a plan in, a step out.
+"""The training engine: one resident training state on one rank of a world; a plan in, a step out.
 
-Guarantees: a step starts from exactly the state that its plan names, resident or loaded, else it fails (exactly-once rule 5); one
-optimizer update a step over all packed rows, normalised by the step's trainable tokens, so the gradient does not depend on the
-number of micro batches; random generators are set from (seed, incarnation, step); a step with nothing to train changes nothing
-and still writes its files. Gives up: several ranks; several base models at once.
+Guarantees: a step starts from exactly the state that its plan names, resident or loaded, else it fails (exactly-once rule 5); random
+generators are set from (seed, incarnation, step); a step with nothing to train changes nothing and still writes its files. All ranks of
+a world run the same plan; rank 0 reads and writes files. Gives up: several base models at once.
 """
 
 import hashlib
 import logging
-import math
 import os
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,21 +19,29 @@ from typing import Any
 import torch
 
 from headrace.core.errors import HeadraceError
-from headrace.schemas.state import Fingerprint
+from headrace.schemas.state import Fingerprint, TrainingScalars
 from headrace.schemas.training import ModelSettings
-from headrace.trainer.advantages import batch_credits
+from headrace.trainer.batches import RowShape, policy_updates, sft_options, sft_updates
 from headrace.trainer.deepspeed_setup import device, join_world, start_engine
-from headrace.trainer.forward import micro_batches, sampled_logprobs
-from headrace.trainer.loss import policy_loss
-from headrace.trainer.metrics import StepMetrics
-from headrace.trainer.model import RowLayout, adapt, load_base, row_layout, trainable_parameters
+from headrace.trainer.forward import Scorer
+from headrace.trainer.learning_rate import sft_rate, update_rate
+from headrace.trainer.metrics import TokenStats, batch_metrics, peak_memory, token_metrics
+from headrace.trainer.model import adapt, load_base, self_test, trainable_parameters
 from headrace.trainer.options import StepOptions, resolve
-from headrace.trainer.packing import PackedRows, pack
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
+from headrace.trainer.reference import as_reference
+from headrace.trainer.reward_trend import add, multiplier, reward_deviation
+from headrace.trainer.rows import PackedUpdate
+from headrace.trainer.shards import Trainable
 from headrace.trainer.training_state import load_state, save_state
+from headrace.trainer.update import PerRow, Updated, Updater, UpdateSettings, joined, without_dropout
 from headrace.trainer.weights_out import WeightsWriter
+from headrace.trainer.world import Seat, WorldSettings
 
 logger = logging.getLogger(__name__)
+
+# Tokens of one row: their activations live until its backward. 2,048 tokens of a 135M model in float32 are about 4 GiB.
+TOKENS = {"cpu": 2_048, "cuda": 16_384}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,25 +50,40 @@ class _Loaded:
 
     base: BaseSource
     settings: ModelSettings
-    engine: Any
-    """DeepSpeed's."""
-    optimizer: torch.optim.AdamW
-    parameters: dict[str, torch.nn.Parameter]
+    model: Any
+    """As transformers and peft made it, below DeepSpeed's engine."""
+    trainable: Trainable
     writer: WeightsWriter
-    layout: RowLayout
+    scorer: Scorer
+
+
+@dataclass(slots=True, kw_only=True)
+class _Clock:
+    """Seconds by phase."""
+
+    began: float
+    phases: dict[str, float]
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.phases[f"seconds_{phase}"] = now - self.began
+        self.began = now
 
 
 class TrainingEngine:
-    """Trains on this process's device.
+    """Trains on this process's device, as one rank of a world.
 
     Args:
-        threads: Torch threads; 0: all cores. Part of the fingerprint: another number gives other bits.
+        world: Of how many ranks, and how they share.
+        seat: This rank's place; the constructor returns when all ranks are there.
     """
 
-    def __init__(self, threads: int = 0) -> None:
-        self._threads = threads or os.cpu_count() or 1
+    def __init__(self, world: WorldSettings | None = None, seat: Seat | None = None) -> None:
+        self._world = world or WorldSettings()
+        self._seat = seat or Seat()
+        self._threads = self._world.threads or max(1, (os.cpu_count() or 1) // self._world.size)
         torch.set_num_threads(self._threads)
-        join_world()
+        join_world(self._world, self._seat)
         self._loaded: _Loaded | None = None
         self._resident: StateKey | None = None
         self._preloaded: tuple[BaseSource, Any] | None = None
@@ -70,7 +92,8 @@ class TrainingEngine:
         """Run one step.
 
         Raises:
-            HeadraceError: the base model or the snapshot can't be used, or the plan names a state that is neither resident nor given.
+            HeadraceError: the base model, the snapshot or the KL reference can't be used, the plan names a state that is neither resident
+                nor given, or the gradient is not finite.
         """
         try:
             return self._run(plan)
@@ -81,48 +104,117 @@ class TrainingEngine:
 
     def _run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        options = resolve(plan.config)
+        clock = _Clock(began=began, phases={})
+        options = resolve(plan.config) if plan.sft is None else sft_options(resolve(plan.config))
+        for warning in options.warnings:
+            logger.warning("%s: %s", plan.state.model_id, warning)
         loaded = self._at(plan)
         seed = seed_of(plan)
         torch.manual_seed(seed)
-        prepared = time.perf_counter()
-        rows = pack(
-            plan.groups,
-            batch_credits(plan.groups, options.advantages),
-            options.packed_sequence_length,
-            alone=loaded.layout is RowLayout.ALONE,
-        )
-        metrics = StepMetrics(plan.groups, rows)
-        packed = time.perf_counter()
-        trained = rows.trainable_tokens > 0
-        if trained:
-            self._update(loaded, rows, options, metrics)
-        updated = time.perf_counter()
+        clock.lap("prepare")
+        updates = self._updates(plan, options, loaded, seed)
+        clock.lap("pack")
+        done, rates = self._train(loaded, plan, options, updates, clock)
+        stats = self._gather([stat for updated in done for stat in updated.stats])
+        clock.lap("update")
         key = StateKey(model_id=plan.state.model_id, incarnation=plan.state.incarnation, step=plan.state.step + 1, attempt=plan.attempt)
-        self._write(loaded, Path(plan.out_dir), key)
+        self._write(loaded, plan, options, updates, key)
         self._resident = key
-        ended = time.perf_counter()
-        phases = {
-            "seconds_prepare": prepared - began,
-            "seconds_pack": packed - prepared,
-            "seconds_update": updated - packed,
-            "seconds_write": ended - updated,
-        }
+        clock.lap("write")
+        loss = sum(updated.loss for updated in done) / len(done) if done else None
+        norm = max((updated.grad_norm for updated in done), default=None)
+        metrics = batch_metrics(plan.groups, updates) | {"updates": float(len(done)), "peak_memory_bytes": peak_memory()} | clock.phases
+        if loss is not None and norm is not None:
+            seconds = clock.phases["seconds_update"]
+            metrics |= token_metrics(joined(stats)) | {
+                "loss": loss,
+                "policy_loss": sum(updated.policy_loss for updated in done) / len(done),
+                "kl_loss": sum(updated.kl_loss for updated in done) / len(done),
+                "grad_norm": norm,
+                "learning_rate": rates[-1],
+                "tokens_per_second": metrics["tokens"] / seconds if seconds > 0 else 0.0,
+            }
         return StepResult(
             key=key,
-            scalars=plan.scalars,
-            updates=int(trained),
-            loss=metrics.loss if trained else None,
-            grad_norm=metrics.grad_norm if trained else None,
-            num_sequences=rows.rows,
-            tokens=rows.tokens,
-            metrics={**metrics.as_dict(options, seconds=updated - packed), **phases},
-            plan_digest=rows.digest(),
+            scalars=self._scalars(plan, len(done)),
+            updates=len(done),
+            loss=loss,
+            grad_norm=norm,
+            num_sequences=sum(1 for update in updates for _ in update.rows),
+            tokens=sum(len(row) for update in updates for row in update.rows),
+            metrics=metrics,
+            plan_digest=_digest(updates),
             seed=seed,
             weights_format=loaded.writer.format,
-            seconds=ended - began,
+            seconds=time.perf_counter() - began,
             fingerprint=self.fingerprint(),
         )
+
+    def _updates(self, plan: StepPlan, options: StepOptions, loaded: _Loaded, seed: int) -> list[PackedUpdate]:
+        shape = RowShape(
+            tokens=self._world.tokens_per_pass or TOKENS[device().type], ranks=self._world.size, alone=loaded.scorer.width is None
+        )
+        if plan.sft is not None:
+            return sft_updates(plan.groups, plan.sft, shape, seed, options.packed_sequence_length)
+        return policy_updates(plan.groups, options, shape, plan.state.step)
+
+    def _train(
+        self, loaded: _Loaded, plan: StepPlan, options: StepOptions, updates: Sequence[PackedUpdate], clock: _Clock
+    ) -> tuple[list[Updated], list[float]]:
+        """All updates of the step, and the rate of each."""
+        if not updates:
+            return [], []
+        without_dropout(loaded.trainable.engine.module, recompute=self._world.activation_checkpointing)
+        updater = Updater(loaded.trainable, loaded.scorer, options, rank=self._seat.rank, ranks=self._world.size)
+        reference: list[PerRow] | None = None
+        if options.needs_reference:
+            if plan.reference is None:
+                raise HeadraceError("the config asks for KL to a reference policy, and the plan brings none")
+            adaptation = loaded.settings.adaptation
+            with as_reference(plan.reference, plan.base, loaded.trainable, loaded.model, adaptation):
+                reference = [updater.score(update) for update in updates]
+        old = [updater.score(update) for update in updates] if options.loss.recompute_old else None
+        clock.lap("score")
+        done, rates = [], []
+        for i, update in enumerate(updates):
+            settings = self._settings(plan, options, update, i, len(updates))
+            rates.append(settings.rate)
+            done.append(
+                updater.run(update, settings, old=None if old is None else old[i], reference=None if reference is None else reference[i])
+            )
+        return done, rates
+
+    @staticmethod
+    def _settings(plan: StepPlan, options: StepOptions, update: PackedUpdate, i: int, updates: int) -> UpdateSettings:
+        optimizer = plan.settings.optimizer
+        if plan.sft is not None:
+            rate = sft_rate(plan.sft, i, updates)
+            return UpdateSettings(rate=rate, weight_decay=plan.sft.weight_decay, max_grad_norm=plan.sft.max_grad_norm)
+        rate = update_rate(
+            options.learning_rate,
+            optimizer,
+            plan.scalars.updates + i,
+            reward_multiplier=multiplier(plan.scalars.reward_trend) if options.scale_rate_by_reward_deviation else 1.0,
+            trajectories=sum(row.sequences for row in update.rows),
+            power=options.trajectories_power,
+        )
+        return UpdateSettings(rate=rate, weight_decay=optimizer.weight_decay, max_grad_norm=optimizer.max_grad_norm)
+
+    @staticmethod
+    def _scalars(plan: StepPlan, updates: int) -> TrainingScalars:
+        trend = plan.scalars.reward_trend
+        deviation = None if plan.sft is not None else reward_deviation(plan.groups)
+        if deviation is not None:
+            trend = add(trend, plan.state.step + 1, deviation)
+        return TrainingScalars(updates=plan.scalars.updates + (updates if plan.sft is None else 0), reward_trend=trend)
+
+    def _gather(self, stats: list[TokenStats]) -> list[TokenStats]:
+        """Every rank's share at rank 0."""
+        if self._world.size == 1:
+            return stats
+        shares: list[Any] | None = [None] * self._world.size if self._seat.rank == 0 else None
+        torch.distributed.gather_object(stats, shares, dst=0)
+        return stats if shares is None else [stat for share in shares for stat in share]
 
     def preload(self, base: BaseSource) -> None:
         """Load a base model that the first plan will need; another base drops it."""
@@ -138,8 +230,9 @@ class TrainingEngine:
             deepspeed=version("deepspeed"),
             python=platform.python_version(),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-            world_size=1,
+            world_size=self._world.size,
             threads=self._threads,
+            zero_stage=self._world.zero_stage,
         )
 
     def _at(self, plan: StepPlan) -> _Loaded:
@@ -156,7 +249,7 @@ class TrainingEngine:
             loaded = self._load(plan)
         self._resident = None
         if plan.load_from is not None:
-            load_state(Path(plan.load_from), plan.state, loaded.parameters, loaded.optimizer)
+            load_state(Path(plan.load_from), plan.state, loaded.trainable)
         return loaded
 
     def _load(self, plan: StepPlan) -> _Loaded:
@@ -165,60 +258,40 @@ class TrainingEngine:
         base = preloaded[1] if preloaded is not None and preloaded[0] == plan.base else load_base(plan.base)
         torch.manual_seed(plan.settings.seed)  # LoRA's first factor is random
         model = adapt(base, plan.settings).to(device())
-        layout = row_layout(model)
-        if layout is RowLayout.ALONE:
-            logger.warning("%s lets packed sequences see each other: every sequence gets a row of its own", plan.base.path)
+        scorer = self_test(model)
+        if self._world.activation_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         parameters = trainable_parameters(model)
         settings = plan.settings.optimizer
         optimizer = torch.optim.AdamW(
             list(parameters.values()), lr=0.0, betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=settings.weight_decay
         )
         writer = WeightsWriter(model, plan.base, plan.settings.adaptation)
-        self._loaded = _Loaded(
-            base=plan.base,
-            settings=plan.settings,
-            engine=start_engine(model, optimizer, settings.max_grad_norm),
-            optimizer=optimizer,
-            parameters=parameters,
-            writer=writer,
-            layout=layout,
-        )
+        engine = start_engine(model, optimizer, settings.max_grad_norm, self._world)
+        trainable = Trainable(engine=engine, optimizer=optimizer, parameters=parameters, zero_stage=self._world.zero_stage)
+        self._loaded = _Loaded(base=plan.base, settings=plan.settings, model=model, trainable=trainable, writer=writer, scorer=scorer)
         return self._loaded
 
-    @staticmethod
-    def _update(loaded: _Loaded, rows: PackedRows, options: StepOptions, metrics: StepMetrics) -> None:
-        for group in loaded.optimizer.param_groups:
-            group["lr"] = options.learning_rate
-        batches = micro_batches(rows, device())
-        # Never in training mode: dropout would make the learner another policy than the sampler, and a replay depend on the packing.
-        loaded.engine.module.eval()
-        for i, batch in enumerate(batches):
-            loaded.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
-            new_N, entropy_N = sampled_logprobs(loaded.engine, batch)
-            output = policy_loss(new_N, batch.tokens, options.loss)
-            loss = output.total / rows.trainable_tokens
-            loaded.engine.backward(loss)
-            metrics.add(new_N.detach(), entropy_N, batch.tokens, output, loss.detach())
-            if i == len(batches) - 1:
-                metrics.grad_norm = _grad_norm(loaded.parameters)
-                if not math.isfinite(metrics.grad_norm):
-                    raise HeadraceError(f"the gradient is not finite (loss {metrics.loss}): the weights stay as they were")
-            loaded.engine.step()
-
-    @staticmethod
-    def _write(loaded: _Loaded, out_dir: Path, key: StateKey) -> None:
-        for name in ("weights", "snapshot"):
-            (out_dir / name).mkdir(parents=True, exist_ok=True)
+    def _write(self, loaded: _Loaded, plan: StepPlan, options: StepOptions, updates: Sequence[PackedUpdate], key: StateKey) -> None:
+        out_dir = Path(plan.out_dir)
+        # Rank 0 writes; the others take part in gathering what is sharded.
+        if self._seat.rank == 0:
+            for name in ("weights", "snapshot"):
+                (out_dir / name).mkdir(parents=True, exist_ok=True)
         loaded.writer.write(out_dir / "weights")
-        save_state(out_dir / "snapshot", key, loaded.parameters, loaded.optimizer)
+        save_state(out_dir / "snapshot", key, loaded.trainable)
+        if options.plot_tensors and updates and self._seat.rank == 0:
+            from headrace.trainer.plots import plot_rows  # noqa: PLC0415 - draws with matplotlib, seldom asked for
+
+            plot_rows(updates, out_dir / "plots")
+
+
+def _digest(updates: Sequence[PackedUpdate]) -> str:
+    """SHA-256 over the plans of all updates."""
+    return hashlib.sha256("".join(update.digest() for update in updates).encode()).hexdigest()
 
 
 def seed_of(plan: StepPlan) -> int:
     """What the random generators are set to: from the model's seed, its incarnation and the step, never from what ran before."""
     text = f"{plan.settings.seed}/{plan.state.incarnation}/{plan.state.step}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
-def _grad_norm(parameters: dict[str, torch.nn.Parameter]) -> float:
-    norms = [parameter.grad.detach().float().norm() for parameter in parameters.values() if parameter.grad is not None]
-    return float(torch.stack(norms).norm()) if norms else 0.0

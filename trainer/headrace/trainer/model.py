@@ -1,23 +1,28 @@
-"""Loading a base model, and the proof that packed rows do not see each other in it.
+"""Loading a base model, and the proof that packed sequences do not see each other in it.
 
-Guarantees: any Hugging Face causal LM folder (or GGUF file in one) is a base model, in float32; `row_layout` compares packed with
-alone on the loaded model itself. Known trap: rows are isolated only with `attention_mask=None`, `use_cache=False` and
-position ids that restart; with an all-ones mask logits are silently wrong by 0.2. Gives up: code from the folder
+Guarantees: any Hugging Face causal LM folder (or GGUF file in one) is a base model, in float32; `self_test` compares packed with
+alone on the loaded model itself, and refuses a model that can't be trained on rows at all. Gives up: code from the folder
 (`trust_remote_code`).
 """
 
-from enum import Enum
+import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from headrace.core.errors import HeadraceError
 from headrace.schemas.training import LoraSettings, ModelSettings
-from headrace.trainer.forward import logits_at
+from headrace.trainer.forward import RowTensors, Scorer, logits_at
+from headrace.trainer.groups import TokenSequence
+from headrace.trainer.packing import pack
 from headrace.trainer.plan import BaseSource
+from headrace.trainer.rows import CreditedSequence, PackedRow
+from headrace.trainer.tree_attention import ATTENTION, register
 
 TOLERANCE = 1e-3
+logger = logging.getLogger(__name__)
 
 
 class BaseModelError(HeadraceError):
@@ -64,45 +69,110 @@ def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:  # noqa: 
     return {name: parameter for name, parameter in sorted(model.named_parameters()) if parameter.requires_grad}
 
 
-class RowLayout(Enum):
-    """How many sequences a row may hold."""
-
-    PACKED = "packed"
-    ALONE = "alone"
-    """One: the model lets packed sequences see each other."""
-
-
 @torch.no_grad()
-def row_layout(model: Any) -> RowLayout:  # noqa: ANN401 - a transformers model, untyped
-    """The start-up self-test: whether sequences that share a row get the logits that each gets alone, and if not, whether a sequence is at
-    least untouched by what stands behind it.
+def self_test(model: Any) -> Scorer:  # noqa: ANN401 - a transformers model, untyped
+    """Which way of scoring rows is right for the loaded model, found by comparing with each sequence alone.
+
+    Tree attention with shared prefixes where that gives the logits of each sequence alone; else the model's own attention with one sequence
+    a row; and scoring in chunks where the output layer's logits are the model's.
 
     Raises:
-        BaseModelError: not even that: the model can't be trained on rows.
+        BaseModelError: not even one sequence a row is right (the model is not causal, or takes no positions): it can't be trained.
     """
     device = next(model.parameters()).device
     vocabulary = model.get_input_embeddings().num_embeddings
-    generator = torch.Generator().manual_seed(0)
-    parts = [torch.randint(0, vocabulary, (n,), generator=generator) for n in (7, 11, 5)]
-
-    def logits(rows: list[torch.Tensor], positions: torch.Tensor, wanted: int) -> torch.Tensor:
-        tokens_RL, positions_RL = torch.stack(rows).to(device), positions.expand(len(rows), -1).to(device)
-        chosen_RL = torch.zeros(tokens_RL.shape, dtype=torch.bool, device=device)
-        chosen_RL[:, :wanted] = True
-        return logits_at(model, tokens_RL, positions_RL, *chosen_RL.nonzero(as_tuple=True)).float().cpu()
-
-    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-        return bool((a - b).abs().max() <= TOLERANCE * max(1.0, float(a.abs().max())))
-
+    sequences = _samples(vocabulary)
+    own_attention = model.config._attn_implementation
     try:
-        alone = torch.cat([logits([part], torch.arange(len(part)), len(part)) for part in parts])
-        row, restarting = torch.cat(parts), torch.cat([torch.arange(len(part)) for part in parts])
-        # Two rows, so that rows are proved not to see each other either.
-        if same(logits([row, row.flip(0)], restarting, len(row))[: len(row)], alone):
-            return RowLayout.PACKED
-        first = len(parts[0])
-        if same(logits([row], torch.arange(len(row)), first), alone[:first]):
-            return RowLayout.ALONE
+        alone = [_logits(model, _row([sequence]), device, None) for sequence in sequences]
+        for sequence, logits_TV in zip(sequences, alone, strict=True):
+            half = len(sequence) // 2
+            if not _same(_logits(model, _row([sequence[:half]]), device, None), logits_TV[:half]):
+                raise BaseModelError(
+                    "the base model is not causal: a sequence's logits change with the tokens behind it, so it can't be trained"
+                )
     except (TypeError, AttributeError) as error:
         raise BaseModelError(f"the base model can't be trained on rows with position ids: {type(error).__name__}: {error}") from error
-    raise BaseModelError("the base model is not causal: a sequence's logits change with the tokens behind it, so it can't be trained")
+    width: int | None = _attention_width(model)
+    if not _tree_is_right(model, sequences, alone, device, width):
+        model.set_attn_implementation(own_attention)
+        width = None
+        logger.warning("this architecture lets packed sequences see each other: every sequence gets a row of its own")
+    return Scorer(width=width, chunked=_chunks_are_right(model, sequences, alone, device, width))
+
+
+def _samples(vocabulary: int) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+    """Sequences that share prefixes in a nested way, one that shares nothing, and one that is the beginning of another."""
+    rng = np.random.default_rng(0)
+
+    def draw(n: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        return rng.integers(0, vocabulary, n).astype(np.int32)
+
+    stem, branch = draw(9), draw(6)
+    joined = [(stem, branch, draw(5)), (stem, branch, draw(8)), (stem, draw(4)), (draw(11),), (stem, branch[:3])]
+    return [np.concatenate(parts) for parts in joined]
+
+
+def _row(sequences: list[Any]) -> PackedRow:
+    """One row with every token but the first as a target."""
+    credited = [
+        CreditedSequence(
+            sequence=TokenSequence(token_ids=ids, trainable=np.arange(len(ids)) > 0, logprobs=np.full(len(ids), np.nan, np.float32)),
+            tree=0,
+            branch=i,
+            advantage=0.0,
+            weight=1.0,
+        )
+        for i, ids in enumerate(sequences)
+    ]
+    (row,) = pack(credited, capacity=sum(len(ids) for ids in sequences), min_shared=1).rows
+    return row
+
+
+def _logits(model: Any, row: PackedRow, device: torch.device, width: int | None) -> torch.Tensor:  # noqa: ANN401 - untyped
+    tensors = RowTensors.of(row, device, width)
+    return logits_at(model, tensors, torch.arange(len(row), device=device)).float().cpu()
+
+
+def _tree_is_right(model: Any, sequences: list[Any], alone: list[torch.Tensor], device: torch.device, width: int | None) -> bool:  # noqa: ANN401 - untyped
+    register()
+    row = _row(sequences)
+    try:
+        model.set_attn_implementation(ATTENTION)
+        logits_TV = _logits(model, row, device, width)
+    except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
+        logger.info("tree attention does not fit this architecture: %s: %s", type(error).__name__, error)
+        return False
+    # Targets tell where each sequence's tokens stand: the column that predicts token i + 1 holds token i.
+    columns = [row.predictors_N[row.branches_N == i] for i in range(len(sequences))]
+    return all(_same(logits_TV[at], expected[:-1]) for at, expected in zip(columns, alone, strict=True))
+
+
+def _chunks_are_right(
+    model: Any,  # noqa: ANN401 - untyped
+    sequences: list[Any],
+    alone: list[torch.Tensor],
+    device: torch.device,
+    width: int | None,
+) -> bool:
+    scorer = Scorer(width=width, chunked=True)
+    for ids, logits_TV in zip(sequences, alone, strict=True):
+        try:
+            new_N, _ = scorer.score(model, RowTensors.of(_row([ids]), device, width), chunk=4)
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            logger.info("logits of this architecture are projected whole: %s: %s", type(error).__name__, error)
+            return False
+        expected_N = logits_TV[:-1].log_softmax(-1).gather(-1, torch.from_numpy(ids[1:]).long()[:, None])[:, 0]
+        if not _same(new_N.float().cpu(), expected_N):
+            return False
+    return True
+
+
+def _attention_width(model: Any) -> int:  # noqa: ANN401 - untyped
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    return int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * max(1.0, float(b.abs().max())))

@@ -5,7 +5,6 @@ was never committed (exactly-once rule 5). Gives up: sharing memory; a plan is p
 """
 
 from dataclasses import dataclass, field
-
 from typing import Literal
 
 from headrace.schemas.state import Fingerprint, TrainingScalars
@@ -58,7 +57,7 @@ class StepPlan:
     groups: tuple[TokenizedGroup, ...]
     sft: SftConfig | None = None
     """Supervised fine-tuning on the groups' trajectories instead of a policy-gradient step; rewards count for nothing then."""
-    scalars: TrainingScalars = TrainingScalars()
+    scalars: TrainingScalars = field(default_factory=TrainingScalars)
     """Of the state to start from."""
     reference: KlReference | None = None
     """Needed where the config asks for a KL term."""

@@ -1,9 +1,9 @@
-"""The process that owns the device: plans go in through a pipe, results come out.
+"""The world of ranks as the worker sees it: plans go in through a pipe to rank 0, results come out.
 
-Guarantees: a step that raises fails that step (`StepFailedError`, with the traceback), a process that ends fails it too
-(`RankDiedError`); the process ends with its parent, however that ends; it never sees the SIGINT of a terminal's process group, which
-is the parent's to judge. Gives up: thread safety (one call at a time), and starting from a short-lived thread: on Linux the rank
-ends with the thread that started it.
+Guarantees: a step that raises fails that step (`StepFailedError`, with the traceback); a rank that ends or gives no sign of life fails it
+too (`RankDiedError`, which names the rank), and all ranks of the world end with it; ranks end with their parent, however that ends;
+they never see the SIGINT of a terminal's process group, which is the parent's to judge. Gives up: thread safety (one call at a time), and
+starting from a short-lived thread: on Linux a rank ends with the thread that started it.
 """
 
 import contextlib
@@ -11,136 +11,174 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
-import traceback
+import tempfile
+import time
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from typing import Literal
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 from headrace.core.errors import HeadraceError
-from headrace.core.processes import die_with
 from headrace.trainer.plan import BaseSource, StepPlan, StepResult
+from headrace.trainer.rank_main import Failure, SignOfLife, main
+from headrace.trainer.world import Seat, WorldSettings
 
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
-
-Request = tuple[Literal["run"], StepPlan] | tuple[Literal["preload"], BaseSource]
+_BLAME_SECONDS = 1.0
 
 
 class StepFailedError(HeadraceError):
-    """The step raised; the rank lives on. The last line of the message says what."""
+    """The step raised. The last line of the message says what."""
 
 
 class RankDiedError(HeadraceError):
-    """The rank process ended in the middle of a step."""
+    """A rank process ended, or hung, in the middle of a step."""
 
 
-class RankProcess:
-    """A rank process, from its start to its end.
+class RankWorld:
+    """The rank processes of this machine, from their start to their end.
 
     Args:
-        threads: Torch threads; 0: all cores.
+        world: How many ranks, and how they share.
+        launched: A launcher (torchrun, deepspeed) started the other ranks: only rank 0 is started here, and meets them by its environment.
     """
 
-    def __init__(self, threads: int = 0) -> None:
+    def __init__(self, world: WorldSettings, *, launched: bool = False) -> None:
+        self._world = world
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-world-")
+        rendezvous = str(Path(self._folder.name, "rendezvous")) if world.size > 1 and not launched else None
         # spawn: torch's thread pools and a parent's event loop do not survive a fork.
         context = multiprocessing.get_context("spawn")
-        self._pipe, self._theirs = context.Pipe()
-        self._process = context.Process(
-            target=_main, args=(self._theirs, self._pipe, threads, os.getpid()), name="headrace-rank", daemon=True
-        )
+        pairs = [context.Pipe() for _ in range(1 if launched else world.size)]
+        self._pipes = [ours for ours, _ in pairs]
+        self._theirs = [theirs for _, theirs in pairs]
+        self._processes: list[SpawnProcess] = [
+            context.Process(
+                target=main,
+                args=(theirs, world, Seat(rank=rank, local_rank=rank, rendezvous=rendezvous), os.getpid()),
+                name=f"headrace-rank-{rank}",
+                daemon=True,
+            )
+            for rank, theirs in enumerate(self._theirs)
+        ]
+        self._broken = False
+        self._ready: set[int] = set()
 
     @property
-    def pid(self) -> int | None:
-        """The process id; None before the start."""
-        return self._process.pid
+    def pids(self) -> tuple[int | None, ...]:
+        """The process ids by rank; None before the start."""
+        return tuple(process.pid for process in self._processes)
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.is_alive()
+        """Whether the next plan can be run by this world."""
+        return not self._broken and all(process.is_alive() for process in self._processes)
 
     def start(self) -> None:
-        """Start it; returns at once. Its imports (seconds) overlap with whatever the caller does next."""
-        # The child inherits the mask: a Ctrl-C during its first imports would end it before it can ignore the signal. The resource
+        """Start the ranks; returns at once. Their imports (seconds) overlap with whatever the caller does next."""
+        # A child inherits the mask: a Ctrl-C during its first imports would end it before it can ignore the signal. The resource
         # tracker, which a first start brings up, would unblock it again, so it comes first.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self._process.start()
+            for process in self._processes:
+                process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._theirs.close()
+        for theirs in self._theirs:
+            theirs.close()
 
     def preload(self, base: BaseSource) -> None:
-        """Ask it to read a base model before the first plan comes; nothing is awaited, a failure shows at the first step."""
-        with contextlib.suppress(OSError):
-            self._pipe.send(("preload", base))
+        """Ask the ranks to read a base model before the first plan comes; nothing is awaited, a failure shows at the first step."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(("preload", base))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step; blocks until it is done.
 
         Raises:
-            StepFailedError: it raised.
-            RankDiedError: the process is gone.
+            StepFailedError: it raised. A world of one rank lives on; a larger one has ended.
+            RankDiedError: a rank is gone, or hung; the world has ended.
         """
         try:
-            self._pipe.send(("run", plan))
-            answer = self._pipe.recv()
-        except (OSError, EOFError) as error:
-            self._process.join(_STOP_SECONDS)
-            raise RankDiedError(f"the rank process ended during the step (exit code {self._process.exitcode})") from error
-        if isinstance(answer, StepResult):
-            return answer
-        raise StepFailedError(str(answer))
+            for rank, pipe in enumerate(self._pipes):
+                pipe.send(("run", plan if rank == 0 else None))
+            return self._result()
+        except (OSError, EOFError):
+            raise self._died() from None
+        except BaseException:
+            if self._broken:
+                self.kill()
+            raise
+
+    def _result(self) -> StepResult:
+        heard = dict.fromkeys(range(len(self._pipes)), time.monotonic())
+        by_pipe = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while True:
+            silence = self._world.silence_seconds
+            ready = wait(self._pipes, timeout=silence / 4)
+            for pipe in ready:
+                assert isinstance(pipe, Connection)  # noqa: S101 - narrows the type: only pipes were waited for
+                rank = by_pipe[pipe]
+                message = pipe.recv()
+                heard[rank] = time.monotonic()
+                self._ready.add(rank)
+                if isinstance(message, StepResult):
+                    return message
+                if isinstance(message, Failure):
+                    raise self._failed(rank, message)
+                assert isinstance(message, SignOfLife)  # noqa: S101 - there is no other
+            # A rank that has not joined yet is importing, or waits for another to start: its end shows as the end of its pipe.
+            silent = [rank for rank in self._ready if time.monotonic() - heard[rank] > silence]
+            if silent and not ready:
+                self._broken = True
+                raise RankDiedError(
+                    f"rank {silent[0]} of {self._world.size} gave no sign of life for {silence:.0f} s: the world is ended (a rank "
+                    "that only computes gives one; was the process stopped, or is the machine out of memory?)"
+                )
+
+    def _failed(self, rank: int, failure: Failure) -> HeadraceError:
+        if self._world.size == 1:
+            return StepFailedError(failure.text)
+        # The others stand somewhere in the middle of a collective: nothing can be saved. Where a rank was killed its neighbours fail too,
+        # with an error of their connection: name the dead one.
+        self._broken = True
+        deadline = time.monotonic() + _BLAME_SECONDS
+        wait([process.sentinel for process in self._processes], timeout=_BLAME_SECONDS)
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        if any(process.exitcode is not None and process.exitcode < 0 for process in self._processes):
+            return self._died()
+        return StepFailedError(f"rank {rank} of {self._world.size}: {failure.text}")
+
+    def _died(self) -> RankDiedError:
+        self._broken = True
+        wait([process.sentinel for process in self._processes if process.pid is not None], timeout=_STOP_SECONDS)
+        ended = [(process.exitcode, rank) for rank, process in enumerate(self._processes) if process.exitcode is not None]
+        code, rank = min(ended, default=(None, 0))  # a signal's code is negative: the first to go
+        self.kill()
+        return RankDiedError(f"rank {rank} of {self._world.size} ended during the step (exit code {code}): the world is ended")
 
     def kill(self) -> None:
-        """End it now; a `run` in another thread raises `RankDiedError`."""
-        if self._process.pid is not None:
-            self._process.kill()
+        """End all ranks now; a `run` in another thread raises `RankDiedError`."""
+        self._broken = True
+        for process in self._processes:
+            if process.pid is not None:
+                process.kill()
 
     def close(self) -> None:
-        """Ask it to end, and make it."""
-        self._pipe.close()
-        if self._process.pid is None:
-            return
-        self._process.join(_STOP_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._process.close()
-
-
-def _main(pipe: Connection, parents_end: Connection, threads: int, parent: int) -> None:
-    parents_end.close()  # else the pipe never ends for us
-    die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s rank: %(message)s", stream=sys.stderr)
-    # Before torch loads OpenMP: its threads wait by spinning otherwise, and a step of 0.06 s took 0.96 s on two busy cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our stderr is a log
-    from headrace.trainer.engine import TrainingEngine  # noqa: PLC0415 - imports torch, in this process only
-
-    engine = TrainingEngine(threads)
-    while True:
-        try:
-            request: Request = pipe.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            match request:
-                case ("preload", BaseSource() as base):
-                    engine.preload(base)
-                    continue
-                case ("run", StepPlan() as plan):
-                    answer: StepResult | str = engine.run(plan)
-        except Exception:
-            if request[0] == "preload":
-                logger.exception("preload failed")
+        """Ask the ranks to end, and make them."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            if process.pid is None:
                 continue
-            answer = traceback.format_exc()
-        try:
-            pipe.send(answer)
-        except (BrokenPipeError, OSError):
-            return
+            process.join(_STOP_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._folder.cleanup()

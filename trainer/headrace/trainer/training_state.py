@@ -1,10 +1,13 @@
-"""A training state on disk: trainable parameters, Adam's moments and the step, as safetensors and JSON. Never pickle.
+"""Training state on disk: what trains and Adam's moments, in safetensors, with the identity of the state beside them.
 
-Guarantees: what is read back continues bit for bit; a file that does not fit the model is refused with the name that does not fit.
-Gives up: state sharded over ranks.
+Guarantees: `load_state` restores exactly what `save_state` wrote, bit for bit, whatever number of ranks or ZeRO stage wrote it; a file
+that does not fit the model is refused with the name that does not fit. Rank 0 reads and writes; the others need no files. Gives up:
+writing from several ranks at once.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import orjson
 import torch
@@ -12,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.core.errors import HeadraceError
 from headrace.trainer.plan import StateKey
+from headrace.trainer.shards import Tensors, Trainable
 
 PARAMETERS = "parameters.safetensors"
 MOMENTS = "moments.safetensors"
@@ -22,40 +26,65 @@ class SnapshotError(HeadraceError):
     """A snapshot that does not fit: another model's, another state's, or damaged."""
 
 
-def save_state(folder: Path, key: StateKey, parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Write a state into an existing folder."""
-    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in parameters.items()}
-    moments: dict[str, torch.Tensor] = {}
-    for name, parameter in parameters.items():
-        for part, value in optimizer.state.get(parameter, {}).items():
-            moments[f"{name}/{part}"] = value.detach().cpu().contiguous()
-    save_file(tensors, folder / PARAMETERS)
+def save_state(folder: Path, key: StateKey, trainable: Trainable) -> None:
+    """Write a state into an existing folder. Called by all ranks."""
+    parameters, moments = trainable.training_tensors()
+    if torch.distributed.get_rank() != 0:
+        return
+    save_file(parameters, folder / PARAMETERS)
     save_file(moments, folder / MOMENTS)
-    state = {"model_id": key.model_id, "incarnation": key.incarnation, "step": key.step, "attempt": key.attempt}
-    (folder / STATE).write_bytes(orjson.dumps(state, option=orjson.OPT_INDENT_2))
+    (folder / STATE).write_bytes(orjson.dumps(_identity(key), option=orjson.OPT_INDENT_2))
 
 
-def load_state(folder: Path, key: StateKey, parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Put a state back in place.
+def load_state(folder: Path, key: StateKey, trainable: Trainable) -> None:
+    """Put a state back in place. Called by all ranks; the folder is rank 0's.
 
     Raises:
         SnapshotError: it is not the state of `key`, or not of this model.
     """
-    found = orjson.loads((folder / STATE).read_bytes())
-    expected = {"model_id": key.model_id, "incarnation": key.incarnation, "step": key.step, "attempt": key.attempt}
-    if found != expected:
-        raise SnapshotError(f"the snapshot in {folder} is of {found}, needed is {expected}")
-    tensors, moments = load_file(folder / PARAMETERS), load_file(folder / MOMENTS)
+
+    def read() -> tuple[Tensors, Tensors]:
+        found = orjson.loads((folder / STATE).read_bytes())
+        if found != _identity(key):
+            raise SnapshotError(f"the snapshot in {folder} is of {found}, needed is {_identity(key)}")
+        parameters = load_file(folder / PARAMETERS)
+        check_fits(parameters, trainable.parameters, f"the snapshot in {folder}")
+        return parameters, load_file(folder / MOMENTS)
+
+    parameters, moments = from_rank_0(read)
+    trainable.restore(parameters, moments)
+
+
+def check_fits(tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, Any], what: str) -> None:
+    """Refuse tensors that are not the model's, by name.
+
+    Raises:
+        SnapshotError: naming what does not fit.
+    """
     if tensors.keys() != parameters.keys():
         odd = sorted(tensors.keys() ^ parameters.keys())
-        raise SnapshotError(f"the snapshot in {folder} has other parameters than the model: {', '.join(odd[:3])}")
-    optimizer.state.clear()
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if tensors[name].shape != parameter.shape:
-                raise SnapshotError(f"{name} has shape {list(tensors[name].shape)} in {folder}, the model has {list(parameter.shape)}")
-            parameter.copy_(tensors[name])
-    for full, value in moments.items():
-        name, _, part = full.rpartition("/")
-        # Adam's step counter stays on the CPU, as torch keeps it.
-        optimizer.state[parameters[name]][part] = value if part == "step" else value.to(parameters[name].device)
+        raise SnapshotError(f"{what} has other parameters than the model: {', '.join(odd[:3])}")
+    for name, parameter in parameters.items():
+        shape = list(getattr(parameter, "ds_shape", parameter.shape))
+        if list(tensors[name].shape) != shape:
+            raise SnapshotError(f"{name} has shape {list(tensors[name].shape)} in {what}, the model has {shape}")
+
+
+def from_rank_0(read: Any) -> Any:  # noqa: ANN401 - whatever rank 0 reads
+    """Rank 0 reads, every rank gets what it read, or raises what it raised."""
+    if torch.distributed.get_world_size() == 1:
+        return read()
+    answer: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            answer[0] = read()
+        except Exception as error:  # noqa: BLE001 - the other ranks must not wait for what never comes
+            answer[1] = error
+    torch.distributed.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def _identity(key: StateKey) -> dict[str, Any]:
+    return {"model_id": key.model_id, "incarnation": key.incarnation, "step": key.step, "attempt": key.attempt}

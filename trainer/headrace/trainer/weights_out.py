@@ -1,7 +1,8 @@
 """Weights as others load them: a whole Hugging Face folder, or a peft adapter. Safetensors, never pickle.
 
 Guarantees: `full` is itself a base-model folder (config, tokenizer, model.safetensors with tied weights once); `lora` is what
-`PeftModel.from_pretrained` and vLLM read. The small files are made once a model, so that a step writes tensors only.
+`PeftModel.from_pretrained` and vLLM read. The small files are made once a model, so that a step writes tensors only. Under ZeRO 3
+tensors are gathered one at a time; rank 0 writes.
 """
 
 import tempfile
@@ -13,8 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.trainer.plan import BaseSource
+from headrace.trainer.shards import gathered
 
 WeightsFormat = Literal["full", "lora"]
+ADAPTER = "adapter_model.safetensors"
+WHOLE = "model.safetensors"
 
 
 class WeightsWriter:
@@ -41,27 +45,40 @@ class WeightsWriter:
             self._files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
     def write(self, folder: Path) -> None:
-        """Write all files into an existing folder."""
+        """Write all files into an existing folder. Called by all ranks; rank 0 writes."""
+        tensors = self._tensors()
+        if torch.distributed.get_rank() != 0:
+            return
         for name, content in self._files.items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-        name = "adapter_model.safetensors" if self.format == "lora" else "model.safetensors"
-        save_file(self._tensors(), folder / name, metadata={"format": "pt"})
+        save_file(tensors, folder / (ADAPTER if self.format == "lora" else WHOLE), metadata={"format": "pt"})
 
     def _tensors(self) -> dict[str, torch.Tensor]:
+        whole = self._whole()
         if self.format == "lora":
             from peft import get_peft_model_state_dict  # noqa: PLC0415 - takes seconds
 
             # Embeddings are never part of an adapter here; asking peft to find out makes it look for the base model on the network.
-            found = get_peft_model_state_dict(self._model, save_embedding_layers=False)
+            whole = get_peft_model_state_dict(self._model, state_dict=whole, save_embedding_layers=False)
         else:
-            found = self._model.state_dict()
             for tied in getattr(self._model, "_tied_weights_keys", None) or ():
                 # The loader ties them again; safetensors refuses shared memory.
                 if self._model.get_output_embeddings().weight is self._model.get_input_embeddings().weight:
-                    found.pop(tied, None)
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(found.items())}
+                    whole.pop(tied, None)
+        return dict(sorted(whole.items()))
+
+    def _whole(self) -> dict[str, torch.Tensor]:
+        """State dict on the CPU, whole; of an adapter only what trains."""
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            parameter = parameters.get(name, tensor)
+            if self.format == "full" or parameter.requires_grad:
+                with gathered([parameter]):
+                    found[name] = parameter.detach().cpu().contiguous()
+        return found
 
 
 def _sort_targets(config: Path) -> None:

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
 
 import orjson
 from pydantic import ValidationError
@@ -21,7 +20,7 @@ from headrace.core.store.digests import check, sha256_of_file
 from headrace.core.store.errors import DigestMismatchError, StoreError, plain_os_error
 from headrace.core.store.interface import ObjectStore
 from headrace.core.store.keys import check_key
-from headrace.schemas.weights import Manifest, StoredFile, WeightsRef
+from headrace.schemas.weights import FolderKind, Manifest, StoredFile, WeightsRef
 
 MANIFEST = "manifest.json"
 _THREADS = 4
@@ -37,7 +36,7 @@ def store_folder(
     prefix: str,
     folder: Path,
     *,
-    kind: Literal["weights", "snapshot"],
+    kind: FolderKind,
     model_id: str,
     incarnation: str,
     step: int,

@@ -1,0 +1,110 @@
+"""From a step's groups to the packed rows of its updates.
+
+A policy-gradient step is one update over all rows, or several of `grad_accumulation_sequences` rows each; supervised fine-tuning is one
+update for each batch of examples in each epoch, in an order drawn from the step's seed. Guarantees: a pure function of (groups, options,
+capacity, ranks, policy version, seed); the coefficients of each update sum to what the whole step's sum to, so several updates weigh
+like one. Gives up: balance between the updates of one step beyond what the order of rows gives.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headrace.core.errors import HeadraceError
+from headrace.schemas.training import SftConfig
+from headrace.trainer.advantages import Credit, batch_credits, sft_credits
+from headrace.trainer.groups import TokenizedGroup, TokenizedTrajectory
+from headrace.trainer.options import KlOptions, LossOptions, StepOptions
+from headrace.trainer.packing import pack
+from headrace.trainer.rows import CreditedSequence, PackedRow, PackedUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """What a row may be on this world."""
+
+    tokens: int
+    """Where the config says nothing: at least the longest sequence."""
+    ranks: int
+    alone: bool
+    """One sequence a row."""
+
+
+def policy_updates(groups: Sequence[TokenizedGroup], options: StepOptions, shape: RowShape, version: int) -> list[PackedUpdate]:
+    """The updates of a policy-gradient step; none where nothing trains.
+
+    Raises:
+        HeadraceError: `grad_accumulation_sequences` is no multiple of the number of ranks.
+    """
+    credits_K = batch_credits(groups, options.advantages, options.aggregation, options.aggregation_constant)
+    whole = _pack(groups, credits_K, options.packed_sequence_length, shape, version)
+    rows = options.rows_per_update
+    if rows is None or not whole.micro_steps:
+        return [whole] if whole.micro_steps else []
+    if rows % shape.ranks:
+        raise HeadraceError(f"grad_accumulation_sequences is {rows}, but this world has {shape.ranks} ranks: it must be a multiple of them")
+    size = rows // shape.ranks
+    parts = [whole.micro_steps[first : first + size] for first in range(0, len(whole.micro_steps), size)]
+    total = _coefficients(whole.rows)
+    return [_scaled(PackedUpdate(micro_steps=part, capacity=whole.capacity), total) for part in parts]
+
+
+def sft_updates(groups: Sequence[TokenizedGroup], config: SftConfig, shape: RowShape, seed: int, length: int | None) -> list[PackedUpdate]:
+    """The updates of a supervised job: batches of `batch_size` examples, epoch after epoch."""
+    examples = [replace(group, trajectories=(_as_text(trajectory),)) for group in groups for trajectory in group.trajectories]
+    size = 2 if config.batch_size == "auto" else config.batch_size
+    generator = np.random.default_rng(seed)
+    updates = []
+    for _ in range(config.epochs):
+        order = generator.permutation(len(examples))
+        for first in range(0, len(order), size):
+            batch = [examples[i] for i in order[first : first + size]]
+            updates.append(_pack(batch, sft_credits(batch), length, shape, None))
+    return [update for update in updates if update.micro_steps]
+
+
+def sft_options(options: StepOptions) -> StepOptions:
+    """The options of a supervised step: plain likelihood (a CISPO term of ratio 1 and advantage 1), and nothing that corrects a sampler."""
+    return replace(options, loss=LossOptions(), kl=KlOptions(), warnings=())
+
+
+def _pack(
+    groups: Sequence[TokenizedGroup], credits_K: Sequence[Credit], length: int | None, shape: RowShape, version: int | None
+) -> PackedUpdate:
+    sequences: list[CreditedSequence] = []
+    for credit in credits_K:
+        trajectory = groups[credit.group].trajectories[credit.trajectory]
+        versions = [v for v in (trajectory.initial_policy_version, trajectory.final_policy_version) if v is not None]
+        sequences.extend(
+            CreditedSequence(
+                sequence=sequence,
+                tree=credit.group,
+                branch=len(sequences) + i,
+                advantage=credit.advantage,
+                weight=credit.weight,
+                version=min(versions, default=None),
+            )
+            for i, sequence in enumerate(trajectory.sequences)
+        )
+    longest = max((len(credited.sequence) for credited in sequences), default=1)
+    return pack(sequences, capacity=length or max(shape.tokens, longest), ranks=shape.ranks, alone=shape.alone, policy_version=version)
+
+
+def _as_text(trajectory: TokenizedTrajectory) -> TokenizedTrajectory:
+    """Without what a sampler said: an example is learnt, whoever wrote it."""
+    sequences = (replace(s, logprobs=np.full_like(s.logprobs, np.nan), policy_versions=None) for s in trajectory.sequences)
+    return replace(trajectory, sequences=tuple(sequences))
+
+
+def _coefficients(rows: Iterable[PackedRow]) -> float:
+    return math.fsum(float(row.weights_N.sum(dtype=np.float64)) for row in rows)
+
+
+def _scaled(update: PackedUpdate, total: float) -> PackedUpdate:
+    factor = total / _coefficients(update.rows)
+    steps = tuple(
+        tuple(row and replace(row, weights_N=(row.weights_N * factor).astype(np.float32)) for row in step) for step in update.micro_steps
+    )
+    return PackedUpdate(micro_steps=steps, capacity=update.capacity)

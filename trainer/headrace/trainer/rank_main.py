@@ -1,0 +1,188 @@
+"""What a rank process does: join the world, then run the plans that come, until its parent is gone.
+
+Rank 0 gets plans through a pipe and hands them to the others by a broadcast; the others know neither Kafka nor the worker. Between plans
+they wait at their own pipe, or, where a launcher (torchrun, deepspeed) started them on another node, at the world's store: never inside a
+collective, which would time out in a quiet hour. Guarantees: while a plan runs every rank with a pipe gives a sign of life; an exception
+is reported with its traceback, and ends the rank where the world has others, since nobody knows how far they are. Gives up: signs of life
+across nodes; there the time limit of collectives has to do.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Literal
+
+from headrace.core.processes import die_with
+from headrace.trainer.plan import BaseSource, StepPlan, StepResult
+from headrace.trainer.world import Seat, WorldSettings
+
+if TYPE_CHECKING:  # it imports torch, which only a rank does
+    from headrace.trainer.engine import TrainingEngine
+
+logger = logging.getLogger(__name__)
+
+Request = tuple[Literal["run"], StepPlan | None] | tuple[Literal["preload"], BaseSource]
+"""To a rank; only rank 0 gets the plan itself."""
+
+_PEEK = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignOfLife:
+    """From a rank: it has joined its world, or a plan is still running."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """From a rank: the plan raised."""
+
+    text: str
+    """The traceback."""
+
+
+Answer = StepResult | Failure | SignOfLife
+"""From a rank; the result is rank 0's."""
+
+
+def main(pipe: Connection, world: WorldSettings, seat: Seat, parent: int) -> None:
+    """A rank process that a worker started.
+
+    Args:
+        pipe: To the worker.
+        world: The world.
+        seat: This rank's place in it.
+        parent: The worker's process id.
+    """
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    engine = _engine(world, seat)
+    lock = threading.Lock()
+
+    def answer(message: Answer) -> None:
+        with lock:
+            pipe.send(message)
+
+    with suppress(BrokenPipeError, OSError, EOFError):  # the parent is gone
+        answer(SignOfLife())
+        while True:
+            match pipe.recv():
+                case ("preload", BaseSource() as base):
+                    _preload(engine, base)
+                case ("run", plan):
+                    with _signs_of_life(answer, world.silence_seconds / 4):
+                        outcome = _run(engine, world, seat, plan)
+                    if isinstance(outcome, Failure) or seat.rank == 0:
+                        answer(outcome)
+                    if isinstance(outcome, Failure) and world.size > 1:
+                        return
+
+
+def serve(world: WorldSettings, seat: Seat) -> None:
+    """A rank that a launcher started beside another node's worker: runs what rank 0 broadcasts, until the world ends.
+
+    Raises:
+        RuntimeError: a plan failed; the launcher ends or restarts all ranks.
+    """
+    engine = _engine(world, seat)
+    from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415 - the engine imported torch
+
+    store = _get_default_store()
+    number = 0
+    while True:
+        try:
+            store.wait([_key(number)], _PEEK)
+        except RuntimeError as error:  # what a store raises at its time limit, and when it is gone
+            if "timeout" in str(error).lower() or "timed out" in str(error).lower():
+                continue
+            logger.info("the world has ended: %s", error)
+            return
+        number += 1
+        outcome = _run(engine, world, seat, None)
+        if isinstance(outcome, Failure):
+            raise RuntimeError(f"rank {seat.rank} failed:\n{outcome.text}")
+
+
+def seat_of_launcher() -> tuple[int, Seat] | None:
+    """World size and place that torchrun or deepspeed gave this process; None without a launcher, or with a world of one."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or "RANK" not in os.environ:
+        return None
+    return size, Seat(rank=int(os.environ["RANK"]), local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _engine(world: WorldSettings, seat: Seat) -> "TrainingEngine":
+    logging.basicConfig(level="INFO", format=f"%(asctime)s %(levelname)s rank {seat.rank}: %(message)s", stream=sys.stderr)
+    # Before torch loads OpenMP: its threads wait by spinning otherwise, and a step of 0.06 s took 0.96 s on two busy cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our stderr is a log
+    if seat.rendezvous is not None and sys.platform == "linux":
+        # Ranks of one machine: a host whose name resolves to nothing, or to somewhere else, must not matter.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    from headrace.trainer.engine import TrainingEngine  # noqa: PLC0415 - imports torch, in this process only
+
+    return TrainingEngine(world, seat)
+
+
+def _preload(engine: "TrainingEngine", base: BaseSource) -> None:
+    try:
+        engine.preload(base)
+    except Exception:
+        logger.exception("preload failed")
+
+
+def _run(engine: "TrainingEngine", world: WorldSettings, seat: Seat, plan: StepPlan | None) -> StepResult | Failure:
+    try:
+        return engine.run(_shared(world, seat, plan))
+    except Exception:  # noqa: BLE001 - reported, and judged by the worker
+        return Failure(text=traceback.format_exc())
+
+
+_told = 0
+
+
+def _shared(world: WorldSettings, seat: Seat, plan: StepPlan | None) -> StepPlan:
+    """The plan at every rank."""
+    if world.size > 1:
+        import torch  # noqa: PLC0415 - the engine imported it
+
+        if seat.rank == 0:
+            # Ranks without a pipe wait for this.
+            global _told  # noqa: PLW0603 - counts the plans of this process's one world
+            torch.distributed.distributed_c10d._get_default_store().set(_key(_told), "1")
+            _told += 1
+        box: list[StepPlan | None] = [plan]
+        torch.distributed.broadcast_object_list(box, src=0)
+        (plan,) = box
+    if plan is None:
+        raise RuntimeError("rank 0 was asked to run without a plan")
+    return plan
+
+
+def _key(number: int) -> str:
+    return f"headrace-plan-{number}"
+
+
+@contextmanager
+def _signs_of_life(answer: Callable[[Answer], None], seconds: float) -> Iterator[None]:
+    ended = threading.Event()
+
+    def beat() -> None:
+        with suppress(BrokenPipeError, OSError):
+            while not ended.wait(seconds):
+                answer(SignOfLife())
+
+    thread = threading.Thread(target=beat, name="signs-of-life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

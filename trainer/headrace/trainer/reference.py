@@ -1,0 +1,67 @@
+"""The policy that KL is measured against, computed with the resident model.
+
+Guarantees: inside `as_reference` the model computes the reference's log-probabilities, afterwards it is the learner again, bit for bit.
+For LoRA the base model is the model with its adapter off, and another step or adapter is a swap of the adapter's few tensors: there is
+never a second model. For full training the weights are swapped with those of the reference, one copy of which is held meanwhile. Gives up:
+reference adapters of another rank or other target modules than the model's.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from headrace.core.errors import HeadraceError
+from headrace.trainer.plan import BaseSource, KlReference
+from headrace.trainer.shards import Tensors, Trainable
+from headrace.trainer.training_state import check_fits, from_rank_0
+from headrace.trainer.weights_out import ADAPTER, WHOLE, WeightsFormat
+
+
+class KlReferenceError(HeadraceError):
+    """A reference policy that can't be used; says which and why."""
+
+
+@contextmanager
+def as_reference(
+    reference: KlReference,
+    base: BaseSource,
+    trainable: Trainable,
+    model: Any,
+    adaptation: WeightsFormat,
+) -> Iterator[None]:
+    """Compute with the reference's weights while inside. Called by all ranks; folders are rank 0's.
+
+    Raises:
+        HeadraceError: the folder holds no weights of this shape.
+    """
+    if reference.kind == "base" and adaptation == "lora":
+        with model.disable_adapter():
+            yield
+        return
+    tensors: Tensors = from_rank_0(lambda: _read(reference, base, trainable, adaptation))
+    with trainable.instead(tensors):
+        del tensors
+        yield
+
+
+def _read(reference: KlReference, base: BaseSource, trainable: Trainable, adaptation: WeightsFormat) -> Tensors:
+    if reference.kind == "base":
+        from headrace.trainer.model import load_base  # noqa: PLC0415 - loading imports transformers
+
+        model = load_base(base)
+        return {name: parameter.detach() for name, parameter in model.named_parameters() if name in trainable.parameters}
+    if reference.folder is None:
+        raise KlReferenceError("the KL reference is a set of weights, but no folder of them was given")
+    path = Path(reference.folder, ADAPTER if adaptation == "lora" else WHOLE)
+    if not path.is_file():
+        raise KlReferenceError(f"the KL reference has no {path.name}: a model trained as {adaptation} needs one")
+    tensors = load_file(path)
+    if adaptation == "lora":
+        # peft's files leave the adapter's name out of the parameters' names.
+        tensors = {name.removesuffix(".weight") + ".default.weight": tensor for name, tensor in tensors.items()}
+    found = {name: tensors[name] for name in trainable.parameters if name in tensors}
+    check_fits(found if len(found) == len(tensors) else tensors, trainable.parameters, f"the KL reference {path.name}")
+    return found
