@@ -1,5 +1,7 @@
 """The cut is a pure function of the log and the version: order, judging, refilling."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,8 @@ from headrace.consumers.model_run import ModelRun, Waiting
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import ModelState
-from headrace.schemas.training import BatchPolicy, ModelSettings
-from headrace.trainer.groups import TokenizedGroup, TokenizedTrajectory, TokenSequence
+from headrace.schemas.training import BatchPolicy, ModelSettings, SftConfig
+from headrace.trainer.groups import RejectedTrajectory, TokenizedGroup, TokenizedTrajectory, TokenSequence
 
 
 def sequence(tokens: int = 4) -> TokenSequence:
@@ -22,6 +24,15 @@ def sequence(tokens: int = 4) -> TokenSequence:
 def group(name: str, *, initial: int | None = None, final: int | None = None, tokens: int = 4) -> TokenizedGroup:
     trajectory = TokenizedTrajectory(reward=1.0, sequences=(sequence(tokens),), initial_policy_version=initial, final_policy_version=final)
     return TokenizedGroup(group_id=name, trajectories=(trajectory,))
+
+
+def members(name: str, *versions: int | None, sft: bool = False) -> TokenizedGroup:
+    """One member for each version, rewards 0, 1, 2…"""
+    trajectories = [
+        TokenizedTrajectory(reward=float(i), sequences=(sequence(),), initial_policy_version=version, final_policy_version=version)
+        for i, version in enumerate(versions)
+    ]
+    return TokenizedGroup(group_id=name, trajectories=tuple(trajectories), sft=sft)
 
 
 def run_of(*, version: int = 0, max_policy_lag: int | None = None, **batch: object) -> ModelRun:
@@ -149,3 +160,108 @@ def test_nothing_is_cut_while_pending_groups_of_the_committed_state_are_read_aga
     assert offsets(run) is None
     run.recovering = frozenset()
     assert offsets(run) == [0, 2]
+
+
+def wait(run: ModelRun, offset: int, group: TokenizedGroup, job_id: str | None = None) -> None:
+    run.admit(Waiting(offset=offset, group=group, job_id=job_id))
+
+
+def test_a_stale_member_is_lost_alone_and_its_group_keeps_its_place() -> None:
+    run = run_of(version=5, max_policy_lag=2)
+    wait(run, 0, members("g0", 2, 5, 4))
+    wait(run, 1, members("g1", 5, 5))
+    wait(run, 2, members("g2", 5, 5))
+    batch = next_batch(run)
+    assert batch is not None
+    assert [w.offset for w in batch.groups] == [0, 1]
+    assert [t.reward for t in batch.groups[0].group.trajectories] == [1.0, 2.0]
+    assert batch.groups[0].group.indices == [1, 2]
+    ((lost,),) = [entry.members for entry in batch.lost]
+    assert (lost.index, lost.reason) == (0, RejectionReason.STALE)
+    assert lost.detail == "trajectories[0]: it is 3 versions behind (2 of 5); max_policy_lag is 2"
+
+
+def test_members_lost_at_the_cut_are_said_with_the_step_and_not_before() -> None:
+    """The group is pending until then: a crash brings it back, to be judged again."""
+    run = run_of(version=5, max_policy_lag=2)
+    wait(run, 0, members("g0", 2, 5))
+    wait(run, 1, members("g1", 5, 5))
+    first, second = next_batch(run), next_batch(run)
+    assert first is not None
+    assert second is not None
+    assert (run.rejected, run.rejected_trajectories) == ([], [])
+    assert [w.group.indices for w in first.groups] == [w.group.indices for w in second.groups]
+    assert len(run.waiting[0].group.trajectories) == 2
+    for lost in first.lost:
+        run.reject_members(lost.waiting, lost.members)
+    (event,) = run.rejected_trajectories
+    assert (event.group_id, event.offset, event.trajectory, event.reason) == ("g0", 0, 0, RejectionReason.STALE)
+
+
+@pytest.mark.parametrize(
+    ("policy", "size", "reason"),
+    [
+        ("partial", None, None),
+        ("minimum", 1, None),
+        ("minimum", 2, RejectionReason.INCOMPLETE_GROUP),
+        ("complete", None, RejectionReason.INCOMPLETE_GROUP),
+    ],
+)
+def test_the_policy_for_incomplete_groups_holds_at_the_cut_too(policy: str, size: int | None, reason: RejectionReason | None) -> None:
+    run = run_of(version=5, max_policy_lag=2, incomplete_groups=policy, minimum_group_size=size)
+    refusal = judge(run, members("g", 0, 5)).refusal
+    assert (None if refusal is None else refusal.reason) == reason
+    if refusal is not None:
+        assert "trajectories[0] stale" in refusal.detail
+
+
+def test_a_group_whose_members_are_all_unfit_is_refused_with_the_first_ones_reason() -> None:
+    refusal = judge(run_of(version=5, max_policy_lag=2), members("g", 9, 1)).refusal
+    assert refusal is not None
+    assert (refusal.reason, refusal.trajectory) == (RejectionReason.UNKNOWN_POLICY_VERSION, 0)
+
+
+def test_a_member_that_was_lost_at_admission_counts_at_the_cut_and_indices_stay_those_that_were_sent() -> None:
+    run = run_of(version=5, max_policy_lag=2, incomplete_groups="minimum", minimum_group_size=2)
+    early = RejectedTrajectory(index=1, reason=RejectionReason.TOO_LONG, detail="trajectories[1]: long")
+    group = replace(members("g", 5, 5, 0), rejected=(early,))
+    verdict = judge(run, group)
+    assert [member.index for member in verdict.lost] == [3]
+    assert [member.index for member in verdict.group.rejected] == [1, 3]
+    assert (verdict.group.indices, verdict.refusal) == ([0, 2], None)
+
+
+def test_examples_have_no_lag() -> None:
+    run = run_of(version=5, max_policy_lag=0)
+    assert judge(run, members("g", None, None, sft=True)).lost == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "purposes"), [("sft", (True, False)), ("rl", (False, True)), ("sft", (False, False)), ("rl", (True, True))]
+)
+def test_a_job_of_another_kind_than_its_groups_fails_and_nothing_of_it_trains(kind: str, purposes: tuple[bool, bool]) -> None:
+    run = run_of()
+    for i, sft in enumerate(purposes):
+        wait(run, i, members(f"g{i}", 0, 0, sft=sft), job_id="j")
+    run.open_job(TrainingJob.model_validate({"job_id": "j", "group_ids": ("g0", "g1"), "kind": kind}), 2)
+    wait(run, 3, members("s0", 0, 0))
+    wait(run, 4, members("s1", 0, 0))
+    assert offsets(run) == [3, 4]
+    assert [event.reason for event in run.rejected] == [RejectionReason.JOB_KIND_MISMATCH] * 2
+    failed = run.job_events[-1]
+    assert failed.state is JobState.FAILED
+    other = "rl" if kind == "sft" else "sft"
+    n = purposes.count(kind != "sft")
+    assert (failed.message or "").startswith(f"the job is of kind '{kind}', but {n} of its 2 groups are of purpose '{other}': g")
+    assert run.documents["j"].groups_rejected == 2
+    assert run.closed == ["j"]
+
+
+def test_a_job_of_examples_is_cut_like_any_other_and_its_document_says_what_it_is() -> None:
+    run = run_of(zero_variance="refuse", incomplete_groups="complete")
+    wait(run, 0, members("g0", None, sft=True), job_id="j")
+    run.open_job(TrainingJob(job_id="j", group_ids=("g0",), kind="sft", sft=SftConfig(epochs=3)), 1)
+    assert offsets(run) == [0]
+    document = run.jobs["j"].document
+    assert document is not None
+    assert (document.kind, document.sft) == ("sft", SftConfig(epochs=3))

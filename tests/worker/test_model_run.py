@@ -1,14 +1,18 @@
 """What a model's state says at a commit, and what is forgotten after it."""
 
+from dataclasses import replace
+
 import pytest
-from tests.worker.test_cut import admit, run_of
+from tests.worker.test_cut import admit, group, run_of
 
 from headrace.consumers.duplicates import DuplicateWindow
 from headrace.consumers.lane_phase import ALLOWED, LanePhase, move
+from headrace.consumers.model_run import ModelRun, Waiting
 from headrace.consumers.step_runner import merged_config
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.training import TrainConfig
+from headrace.trainer.groups import RejectedTrajectory
 
 
 def test_the_state_lists_what_waits_and_counts_what_was_refused() -> None:
@@ -20,6 +24,25 @@ def test_the_state_lists_what_waits_and_counts_what_was_refused() -> None:
     assert [(p.offset, p.job_id) for p in state.pending] == [(4, None), (6, "j")]
     assert state.refusals == {RejectionReason.DUPLICATE: 1}
     assert state.scanned == 7
+
+
+def test_members_that_were_refused_alone_are_counted_apart_from_groups_and_said_once() -> None:
+    run = run_of()
+    lost = RejectedTrajectory(index=1, reason=RejectionReason.TOO_LONG, detail="trajectories[1]: long")
+    waiting = Waiting(offset=3, group=replace(group("g3"), rejected=(lost,)), job_id="j")
+    run.admit(waiting)
+    assert run.unreported
+    (event,) = run.rejected_trajectories
+    assert (event.group_id, event.job_id, event.offset, event.trajectory, event.detail) == ("g3", "j", 3, 1, "trajectories[1]: long")
+    state = run.state_at(4)
+    assert (state.refusals, state.trajectory_refusals) == ({}, {RejectionReason.TOO_LONG: 1})
+    assert run.jobs["j"].refused == ()
+    run.committed(state, revision=run.revision, rejected=0, rejected_trajectories=1, job_events=0, documents={})
+    assert not run.unreported
+    again = ModelRun.of(state, DuplicateWindow(100), lane=0)
+    again.admit(waiting, report_rejected=3 not in again.recovering)
+    assert again.rejected_trajectories == []
+    assert again.state_at(4).trajectory_refusals == {RejectionReason.TOO_LONG: 1}
 
 
 def test_what_happens_while_a_commit_is_on_its_way_stays_to_be_said() -> None:

@@ -1,7 +1,7 @@
 """Decoding and tokenizing, in a process of its own: nothing that a record holds can stall or kill the event loop.
 
-Guarantees: one answer for each request, in order; bytes that crash the process cost that process and are refused alone, the records around
-them are admitted. Gives up: parallelism beyond one process; admission keeps the log's order.
+Guarantees: one answer for each request, in order; bytes that crash the process, or keep it busy beyond a bound, cost that process and are
+refused alone, the records around them are admitted. Gives up: parallelism beyond one process; admission keeps the log's order.
 """
 
 import asyncio
@@ -16,23 +16,29 @@ from headrace.core.processes import die_with
 from headrace.core.settings import Settings
 from headrace.schemas.reasons import RejectionReason
 
+RECORD_SECONDS = 120.0
+"""Processor time of one record, many times what the largest takes. What Python can stop has a bound of its own (`template_bound.py`)."""
+
 
 class AdmissionPool:
     """The tokenizing process.
 
     Args:
         settings: Where payloads are.
+        record_seconds: Processor time of one record, after which it is refused.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, record_seconds: float = RECORD_SECONDS) -> None:
         self._settings = settings
+        self._record_seconds = record_seconds
         self._executor = self._start()
         self._lock = asyncio.Lock()
 
     def _start(self) -> ProcessPoolExecutor:
         # spawn: the parent runs an event loop and gRPC-like threads, which a fork would copy in the middle of something.
         context = multiprocessing.get_context("spawn")
-        executor = ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_prepare, initargs=(self._settings, os.getpid()))
+        told = (self._settings, os.getpid(), self._record_seconds)
+        executor = ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_prepare, initargs=told)
         # Starts the process now: its imports overlap with the worker's own start. From this thread, with which it would end.
         executor.submit(int)
         return executor
@@ -79,11 +85,11 @@ class AdmissionPool:
 
 
 # The tokenizer (transformers: seconds) is imported in the process that uses it, and nowhere else.
-def _prepare(settings: Settings, parent: int) -> None:
+def _prepare(settings: Settings, parent: int, record_seconds: float) -> None:
     die_with(parent)
     from headrace.consumers.admitting import prepare  # noqa: PLC0415 - as said above
 
-    prepare(settings)
+    prepare(settings, record_seconds)
 
 
 def _admit_all(requests: list[AdmissionRequest]) -> list[AdmissionResult]:

@@ -34,31 +34,37 @@ from headrace.trainer.plan import BaseSource
 from headrace.trainer.tokenize import BaseUnreadableError, GroupRefused, GroupTokenizer
 
 GROUP_TOPIC_MODELS = (TrajectoryGroup, GroupClaim, TrainingJob)
-RECORD_SECONDS = 120.0
-"""Processor time for one record. What Python can stop has bounds of its own far below (`template_bound.py`)."""
 
 _settings: Settings | None = None
+_record_seconds = 0.0
 
 
-def prepare(settings: Settings) -> None:
-    """Initialise the process: it leaves signals to its parent and stays single-threaded."""
-    global _settings  # noqa: PLW0603 - the one thing that a pool's process is told
+def prepare(settings: Settings, record_seconds: float) -> None:
+    """Initialise the process: it leaves signals to its parent and stays single-threaded.
+
+    Args:
+        settings: Where payloads are.
+        record_seconds: Processor time of one record; 0: without a bound.
+    """
+    global _settings, _record_seconds
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Whatever a library may have set: the timer below ends the process, also in the middle of a computation in C.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _settings = settings
+    _settings, _record_seconds = settings, record_seconds
+    # Seconds of imports that belong to no record, while the worker starts.
+    from transformers import AutoConfig, AutoTokenizer  # noqa: F401, PLC0415 - as said
 
 
 def admit_all(requests: list[AdmissionRequest]) -> list[AdmissionResult]:
-    """Answer each request, in a process that `prepare` set up: one that takes `RECORD_SECONDS` ends it.
+    """Answer each request, in a process that `prepare` set up: one that takes too much processor time ends it.
 
     Raises:
         HeadraceError: the object store can't be reached.
     """
     answers = []
     for request in requests:
-        signal.setitimer(signal.ITIMER_PROF, RECORD_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, _record_seconds)
         try:
             answers.append(admit(request))
         finally:

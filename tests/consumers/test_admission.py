@@ -1,0 +1,77 @@
+"""The tokenizing process: one answer a record, whatever the record or the model's template does."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+from tests.consumers.conftest import TEMPLATE
+
+from headrace.consumers.admission import AdmissionRequest, Admitted, Refused
+from headrace.consumers.admission_pool import AdmissionPool
+from headrace.core.settings import Settings, StoreSettings
+from headrace.schemas.reasons import RejectionReason
+from headrace.schemas.training import ModelSettings
+from headrace.trainer.plan import BaseSource
+
+HANGS = "{% if messages[0].content == 'hang' %}{{ (messages | length + 2) ** (10 ** 9) }}{% endif %}"
+
+
+def request(base: Path, *, user: str = "a b", name: str = "g", **group: object) -> AdmissionRequest:
+    choice = {"finish_reason": "stop", "message": {"content": "a"}, "token_ids": [7, 1], "token_logprobs": [-1, -1]}
+    trajectory = {"messages_and_choices": [{"role": "user", "content": user}, choice], "reward": 1}
+    return AdmissionRequest(
+        value=orjson.dumps({"trajectories": [trajectory], "group_id": name, **group}),
+        headers={},
+        fallback_id="0-7",
+        base=BaseSource(path=str(base)),
+        settings=ModelSettings(base_model="tiny"),
+    )
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdmissionPool]:
+    """One process for all tests: its imports take seconds. A record has two seconds of processor time."""
+    made = AdmissionPool(Settings(store=StoreSettings(url=f"file://{tmp_path_factory.mktemp('store')}")), record_seconds=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def base_with(tiny_model: Path, tmp_path: Path) -> Path:
+    """The tiny model with a template that hangs in C where the user says so: no Python code runs that could be stopped."""
+    folder = tmp_path / "base"
+    shutil.copytree(tiny_model, folder)
+    (folder / "chat_template.jinja").write_text(HANGS + TEMPLATE)
+    return folder
+
+
+async def test_a_base_model_that_can_not_be_read_refuses_its_own_groups_only(tiny_model: Path, tmp_path: Path, pool: AdmissionPool) -> None:
+    """Waiting for its folder, as for a store, would hold up the other models of the lane."""
+    refused, admitted = await pool.admit([request(tmp_path / "gone"), request(tiny_model)])
+    assert isinstance(admitted, Admitted)
+    assert isinstance(refused, Refused)
+    assert (refused.reason, refused.group_id) == (RejectionReason.TOKENIZATION_FAILED, "g")
+    assert "config can't be read" in refused.detail
+
+
+async def test_examples_need_a_job_and_lost_members_come_with_their_group(tiny_model: Path, pool: AdmissionPool) -> None:
+    loose, in_job = await pool.admit([request(tiny_model, purpose="sft"), request(tiny_model, purpose="sft", job_id="j")])
+    body = orjson.loads(request(tiny_model).value or b"")
+    body["trajectories"].append({"messages_and_choices": []})
+    (partial,) = await pool.admit([request(tiny_model, trajectories=body["trajectories"])])
+    assert isinstance(loose, Refused)
+    assert loose.reason is RejectionReason.SFT_WITHOUT_JOB
+    assert isinstance(in_job, Admitted)
+    assert (in_job.group.sft, in_job.job_id) == (True, "j")
+    assert isinstance(partial, Admitted)
+    assert [(member.index, member.reason) for member in partial.group.rejected] == [(1, RejectionReason.NO_TRAINABLE_TOKENS)]
+
+
+async def test_a_record_that_never_ends_is_refused_alone(base_with: Path, pool: AdmissionPool) -> None:
+    admitted, refused = await pool.admit([request(base_with), request(base_with, user="hang")])
+    assert isinstance(admitted, Admitted)
+    assert isinstance(refused, Refused)
+    assert refused.reason is RejectionReason.TOKENIZATION_FAILED
+    assert "took too much time" in refused.detail
