@@ -81,3 +81,4 @@ def test_a_warm_up_longer_than_its_job_fills_it():
     config = SftConfig(learning_rate=1.0, schedule="cosine", warmup_updates=3)
     assert [sft_rate(config, update, 2) for update in range(2)] == [1 / 4, 2 / 4]
     assert sft_rate(config, 0, 0) == 1 / 4
+    assert sft_rate(config, 3, 3) == 0  # past the end

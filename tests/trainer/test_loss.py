@@ -275,7 +275,7 @@ def test_on_policy_the_gradient_is_that_of_the_plain_policy_gradient(options: Lo
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("stored", [-math.inf, math.inf, -9999.0, -101.0, N, -3.4e38, 3.4e38])
+@pytest.mark.parametrize("stored", [-math.inf, math.inf, -9999.0, -101.0, -18.0, -12.7, N, -3.4e38, 3.4e38])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", ["cispo", "ppo"])
 @pytest.mark.parametrize("extras", [{}, {"kimi_k2_tau": 0.5, "truncation_cap": 2.0, "kl_loss_coef": 0.1, "negative_cap": 3.0}], ids=str)
@@ -288,6 +288,13 @@ def test_loss_and_gradient_are_finite_for_any_stored_log_probability(
         loss, gradient = Case(old=odd, behaviour=[-1.0, stored, N, -stored], reference=odd, advantages=[sign] * 4).run(options, dtype)
         assert math.isfinite(loss)
         assert all(math.isfinite(g) for g in gradient)
+
+
+def test_a_log_ratio_counts_as_twenty_at_most_and_kimi_tau_sees_it_so():
+    """-9999 says only "far": the ratio is clipped to 5, and the advantage falls by tau * 20."""
+    loss, gradient = Case(old=(-9999.0, N, N, N), weights=(1, 0, 0, 0)).run(LossOptions(kimi_k2_tau=0.5))
+    assert loss == pytest.approx(-5 * (1 - 0.5 * 20) * -0.7, abs=1e-9)
+    assert gradient == pytest.approx([-5 * (1 - 0.5 * 20), 0, 0, 0], abs=1e-9)
 
 
 @pytest.mark.parametrize("level", LEVELS)

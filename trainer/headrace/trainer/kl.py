@@ -22,9 +22,9 @@ def kl_terms(source_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Tensor:
         source_N: Log-probabilities of the learner, or of the sampler, any float type.
         reference_N: Those of the reference policy, any float type.
     """
-    # Bounded first, else two infinities make a NaN of a known difference.
-    source_N, reference_N = (side_N.detach().double().clamp(-1e4, 1e4) for side_N in (source_N, reference_N))
-    return (source_N - reference_N).nan_to_num(nan=0.0).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    # Two equal infinities differ by NaN too: by nothing, that is.
+    terms_N = (source_N.detach().double() - reference_N.detach().double()).nan_to_num(nan=0.0)
+    return terms_N.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def adjusted_advantages(advantages_N: torch.Tensor, terms_N: torch.Tensor, mean: float, coef: float) -> torch.Tensor:
