@@ -93,6 +93,49 @@ def test_a_job_with_a_bad_line_sends_nothing(headrace: Headrace, environment: di
     assert records(environment) == []
 
 
+def example(*, tools: list[Any] | None = None, **answer: Any) -> bytes:
+    said = {"role": "assistant", "content": "a", **answer}
+    return orjson.dumps({"messages": [{"role": "user", "content": "q"}, said], **({} if tools is None else {"tools": tools})})
+
+
+def test_examples_are_sent_as_one_job_in_few_groups(headrace: Headrace, environment: dict[str, str], tmp_path: Path):
+    tool = {"type": "function", "function": {"name": "f"}}
+    whole = make_group(group_id="whole").model_dump_json().encode()
+    lines = [example(), b"", example(tools=[tool]), whole, *[example()] * 40, example(weight=0)]
+    (tmp_path / "examples.jsonl").write_bytes(b"\n".join(lines))
+    options = ("--epochs", "3", "--batch-size", "8", "--learning-rate", "1e-4")
+    ran = headrace("produce", "examples.jsonl", "--model", "agent", "--sft", "--job-id", "j", *options)
+    assert (ran.code, ran.out.splitlines()) == (0, ["job j", "sent 44, bad 0, failed 0"])
+    *sent, job = records(environment)
+    groups = [decode_group(record.value, header_text(record.headers)["content-type"]).group for record in sent]
+    assert [(g.group_id, g.purpose, len(g.trajectories)) for g in groups] == [("whole", "sft", 2), ("j-0", "sft", 32), ("j-1", "sft", 11)]
+    first = groups[1].trajectories
+    assert [t.metadata["line"] for t in first[:4]] == [1, 3, 5, 6]
+    assert first[1].tools is not None
+    assert groups[2].trajectories[-1].messages_and_choices[1].model_dump(exclude_none=True)["weight"] == 0
+    asked = orjson.loads(job.value)
+    assert (asked["kind"], asked["sft"]["epochs"], asked["sft"]["batch_size"], asked["sft"]["learning_rate"]) == ("sft", 3, 8, 1e-4)
+
+
+def test_bad_examples_are_named_and_nothing_is_sent(headrace: Headrace, environment: dict[str, str], tmp_path: Path):
+    bad = [b"[]", b'{"messages": [{"role": "user", "content": "q"}]}', b'{"prompt": "q"}', b'{"messages": [{"role": "teapot"}]}']
+    (tmp_path / "examples.jsonl").write_bytes(b"\n".join([example(), *bad]))
+    ran = headrace("produce", "examples.jsonl", "--model", "agent", "--sft")
+    assert ran.code == 1
+    said = [line for line in ran.err.splitlines() if line.startswith("line ")]
+    expected = ["an object with `messages`", "messages: no message is the assistant's", "messages: ", "messages[0].role: "]
+    for number, (line, part) in enumerate(zip(said, expected, strict=True), 2):
+        assert line.startswith(f"line {number}: ")
+        assert part in line
+    assert records(environment) == []
+
+
+@pytest.mark.parametrize("options", [("--epochs", "2"), ("--sft", "--epochs", "0"), ("--sft", "--learning-rate", "-1")])
+def test_options_of_examples_need_examples_and_sense(headrace: Headrace, tmp_path: Path, options: tuple[str, ...]):
+    (tmp_path / "examples.jsonl").write_bytes(example())
+    assert headrace("produce", "examples.jsonl", "--model", "m", *options).code == 2
+
+
 def test_a_model_that_nobody_knows_is_refused_before_anything_is_sent(headrace: Headrace, environment: dict[str, str], tmp_path: Path):
     (tmp_path / "groups.jsonl").write_bytes(lines())
     ran = headrace("produce", "groups.jsonl", "--model", "nobody")

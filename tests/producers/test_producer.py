@@ -21,7 +21,7 @@ from headrace.schemas.claim import GroupClaim
 from headrace.schemas.codec import JSON_TYPE, SAFETENSORS_TYPE, decode_group, sampled
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.jobs import TrainingJob
-from headrace.schemas.training import TrainConfig
+from headrace.schemas.training import SftConfig, TrainConfig
 from headrace.schemas.trajectory import TrajectoryGroup
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -259,6 +259,46 @@ async def test_a_job_with_one_bad_group_sends_nothing(producer_settings: Setting
             with pytest.raises(InvalidGroupError) as caught:
                 await producer.submit_job(groups, job_id="j")
             assert caught.value.path == path
+    assert await read_all() == []
+
+
+async def test_a_job_of_examples_says_so_in_its_record_and_in_each_group(producer_settings: Settings, read_all: ReadAll):
+    groups = [make_group(), make_group(purpose="sft")]
+    async with TrajectoryProducer(producer_settings, model_id="m") as producer:
+        await producer.submit_job(groups, sft=SftConfig(epochs=2), job_id="j")
+        await producer.submit_job([make_group()], kind="sft", job_id="plain")
+    *sent, first, _, second = await read_all()
+    assert [decode_group(record.value, SAFETENSORS_TYPE).group.purpose for record in sent] == ["sft", "sft"]
+    jobs = [open_record(record.value, header_text(record.headers), [TrainingJob]) for record in (first, second)]
+    assert [(job.kind, job.sft) for job in jobs if isinstance(job, TrainingJob)] == [("sft", SftConfig(epochs=2)), ("sft", None)]
+
+
+async def test_a_jobs_word_on_missing_log_probabilities_stands_in_its_groups_which_are_read_first(
+    producer_settings: Settings, read_all: ReadAll
+):
+    async with TrajectoryProducer(producer_settings, model_id="m") as producer:
+        await producer.submit_job([make_group()], TrainConfig(allow_training_without_logprobs=True), job_id="j")
+        await producer.submit_job([make_group()], TrainConfig(ppo=True), job_id="k")
+    said, _, silent, _ = [record.value for record in await read_all()]
+    assert decode_group(said, SAFETENSORS_TYPE).group.allow_training_without_logprobs is True
+    assert decode_group(silent, SAFETENSORS_TYPE).group.allow_training_without_logprobs is None
+
+
+async def test_examples_and_rollouts_do_not_mix_and_examples_never_enter_the_stream(producer_settings: Settings, read_all: ReadAll):
+    sft = SftConfig()
+    async with TrajectoryProducer(producer_settings, model_id="m") as producer:
+        for groups, options, path in (
+            ([make_group(), make_group(purpose="sft")], {}, "groups[1].purpose"),
+            ([make_group(purpose="rl")], {"sft": sft}, "groups[0].purpose"),
+            ([make_group()], {"sft": sft, "kind": "rl"}, "sft"),
+            ([make_group()], {"sft": sft, "config": TrainConfig(learning_rate=1e-4)}, "config.learning_rate"),
+        ):
+            with pytest.raises(InvalidGroupError) as caught:
+                await producer.submit_job(groups, **options)  # type: ignore[arg-type]  # a table of options
+            assert caught.value.path == path
+        with pytest.raises(InvalidGroupError, match="never in the stream") as caught:
+            await producer.send(make_group(purpose="sft"))
+        assert caught.value.path == "purpose"
     assert await read_all() == []
 
 

@@ -21,7 +21,7 @@ async def test_it_sends_submits_and_flushes_and_leaves_no_thread(producer_settin
         tried = producer.try_send(make_group())
         producer.flush()
         assert (later.result(0).offset, tried.result(0).offset) == (1, 2)
-        producer.submit_job([make_group()], job_id="j")
+        producer.submit_job([make_group()], job_id="j", kind="sft")
     assert "headrace-producer" not in [thread.name for thread in threading.enumerate()]
     records = await read_all()
     assert [header_text(record.headers)["ce_type"] for record in records][-1] == "headrace.training-job.v1"

@@ -98,6 +98,7 @@ def groups(draw: st.DrawFn) -> SampledGroup:
         metrics=draw(st.dictionaries(text, finite, max_size=2)),
         group_id=draw(st.none() | text.filter(bool)),
         purpose=draw(st.sampled_from([None, "rl", "sft"])),
+        allow_training_without_logprobs=draw(st.none() | st.booleans()),
         **draw(extras),
     )
     return SampledGroup(group=group, turns=tuple(sampled))

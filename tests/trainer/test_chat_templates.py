@@ -110,6 +110,15 @@ def test_text_that_begins_the_conversation_needs_no_prompt(make_tokenizer: Make)
     assert text_of(sequence, trained=True) == "hello"
 
 
+@pytest.mark.parametrize(("closing", "trained"), [("<|im_end|>\n", "a]"), (" <|im_end|>\n", "a ]"), ("\n###\n", "a")])
+def test_the_end_of_an_example_is_the_special_token_that_closes_it(make_tokenizer: Make, closing: str, trained: str):
+    template = TEMPLATE.replace("<|im_end|>\n", closing)
+    sequence = only(
+        tokenize(GroupTokenizer(make_tokenizer(template)), [USER, {"role": "assistant", "content": "a"}], group={"purpose": "sft"})
+    )
+    assert text_of(sequence, trained=True) == trained
+
+
 def test_a_refusal_is_what_was_said(tokenizer: GroupTokenizer):
     refused = choice("no", message={"role": "assistant", "content": None, "refusal": "no"})
     sequence = only(tokenize(tokenizer, [USER, refused, USER, choice("b")]))

@@ -8,7 +8,7 @@ from tests.trainer.conversations import ALLOW, USER, choice, group_of, only, ref
 from tests.trainer.tiny import END
 
 from headrace.schemas.reasons import RejectionReason as Reason
-from headrace.schemas.training import ModelSettings
+from headrace.schemas.training import ModelSettings, TrainConfig
 from headrace.trainer.plan import BaseSource
 from headrace.trainer.tokenize import GroupTokenizer
 
@@ -161,3 +161,13 @@ def test_a_tokenizer_that_can_not_be_read_costs_only_who_needs_it(make_base: Any
     assert group.indices == [1]
     assert group.rejected[0].reason is Reason.TOKENIZATION_FAILED
     assert "tokenizer can't be read" in group.rejected[0].detail
+
+
+@pytest.mark.parametrize(("of_model", "of_job", "trained"), [(True, None, True), (True, False, False), (None, True, True)])
+def test_what_the_job_allows_stands_in_the_group_and_hides_what_the_model_allows(
+    tokenizer: GroupTokenizer, of_model: bool | None, of_job: bool | None, *, trained: bool
+):
+    config = TrainConfig(allow_training_without_logprobs=of_model)
+    items = [USER, {"role": "assistant", "content": "told"}]
+    group = tokenize(tokenizer, items, GOOD, config=config, group={"allow_training_without_logprobs": of_job})
+    assert (group.indices == [0, 1]) is trained

@@ -58,7 +58,7 @@ def shared(kafka: str, tmp_path_factory: pytest.TempPathFactory, tiny_model: Pat
     worker.close()
 
 
-async def learner(settings: Settings, name: str = "learner", **batch: object) -> ModelView:
+async def learner(settings: Settings, name: str = "learner", *, max_policy_lag: int | None = None, **batch: object) -> ModelView:
     """A model that trains all parameters, two groups a step."""
     return await create_model(
         settings,
@@ -70,6 +70,7 @@ async def learner(settings: Settings, name: str = "learner", **batch: object) ->
             batch=BatchPolicy.model_validate({"groups_per_step": 2, **batch}),
             train=TrainConfig(learning_rate=1e-3),
             optimizer=OptimizerSettings(max_grad_norm=1.0),
+            max_policy_lag=max_policy_lag,
         ),
     )
 

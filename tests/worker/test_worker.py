@@ -19,7 +19,7 @@ from headrace.producers import TrajectoryProducer
 from headrace.schemas.codec import SAFETENSORS_TYPE, encode_safetensors, sampled
 from headrace.schemas.commands import CancelJob
 from headrace.schemas.envelope import seal
-from headrace.schemas.events import GroupRejected, JobStateChanged, StepCompleted
+from headrace.schemas.events import GroupRejected, JobStateChanged, StepCompleted, TrajectoryRejected
 from headrace.schemas.jobs import JobDocument, JobState
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import LaneState, ModelState, StepRecord
@@ -201,6 +201,64 @@ async def test_bad_records_end_with_their_reasons_and_the_groups_around_them_are
     assert [letter.value for letter in letters] == [value for value, *_ in unreadable]
     assert sorted(event.reason for event in rejected) == sorted(reason for *_, reason in refused)
     assert all(event.detail for event in rejected)
+
+
+async def test_a_bad_member_is_said_and_the_rest_of_its_group_trains(shared: Settings) -> None:
+    model = await learner(shared, "partial group")
+    partial = group("partial")
+    partial.trajectories.insert(1, trajectory(0.5, [99, 1]))  # the tiny model has 32 tokens
+    async with following(shared, model.model_id) as seen, TrajectoryProducer(shared, model_id=model.model_id) as producer:
+        offset = (await producer.send(partial)).offset
+        await producer.send(group("whole", seed=1))
+        (step,) = await seen.until(StepRecord, 1)
+        (completed,) = await seen.until(StepCompleted, 1)
+        (lost,) = await seen.until(TrajectoryRejected, 1)
+        state = await seen.until_state(lambda found: found.policy_version == 1)
+    assert (step.groups, completed.trajectories, step.updates) == (2, 4, 1)
+    assert (lost.group_id, lost.offset, lost.trajectory) == ("partial", offset, 1)
+    assert lost.reason is RejectionReason.TOKEN_OUT_OF_VOCABULARY
+    assert lost.detail.startswith("trajectories[1]: messages_and_choices[1].token_ids[0] is 99")
+    assert (state.trajectory_refusals, state.refusals) == ({RejectionReason.TOKEN_OUT_OF_VOCABULARY: 1}, {})
+    assert seen.of(GroupRejected) == []
+
+
+async def test_a_stale_member_is_said_with_the_step_that_trains_the_others(shared: Settings) -> None:
+    model = await learner(shared, "stale member", groups_per_step=1, max_policy_lag=0)
+    async with following(shared, model.model_id) as seen, TrajectoryProducer(shared, model_id=model.model_id) as producer:
+        await producer.send(group("a"))
+        await seen.until(StepRecord, 1)
+        mixed = group("mixed", version=1)
+        mixed.trajectories.append(trajectory(0.5, [9, 1], version=0))
+        await producer.send(mixed)
+        (_, completed) = await seen.until(StepCompleted, 2)
+        (lost,) = await seen.until(TrajectoryRejected, 1)
+    assert (completed.trajectories, completed.lag_histogram) == (2, {0: 2})
+    assert (lost.trajectory, lost.reason) == (2, RejectionReason.STALE)
+    assert seen.of(GroupRejected) == []
+
+
+async def test_rule_07_members_that_were_refused_are_not_said_again_by_the_worker_that_reads_their_group_again(
+    settings: Settings, start_worker: Start
+) -> None:
+    model = await learner(settings)
+    partial = group("partial")
+    partial.trajectories.append(trajectory(0.5, [99, 1]))
+    first = start_worker()
+    async with following(settings) as seen, TrajectoryProducer(settings, model_id=model.model_id) as producer:
+        await producer.send(partial)
+        await seen.until(TrajectoryRejected, 1)
+        waiting = await seen.until_state(lambda state: state.model_id == model.model_id and state.pending != ())
+        assert waiting.trajectory_refusals == {RejectionReason.TOKEN_OUT_OF_VOCABULARY: 1}
+        first.kill()
+        second = start_worker()
+        await producer.send(group("whole", seed=1))
+        (step,) = await seen.until(StepRecord, 1)
+        state = await seen.until_state(lambda found: found.model_id == model.model_id and found.policy_version == 1)
+        assert step.groups == 2
+        assert len(seen.of(TrajectoryRejected)) == 1
+        assert state.trajectory_refusals == {RejectionReason.TOKEN_OUT_OF_VOCABULARY: 1}
+        assert max(seen.event_ids.values()) == 1
+    assert second.stop() == 0
 
 
 async def test_a_group_for_an_unknown_model_is_dead_lettered_and_a_model_created_before_its_groups_is_known(shared: Settings) -> None:

@@ -93,8 +93,16 @@ class Outgoing:
         return seal(check, source=source, event_id=self.group_id, traceparent=self.traceparent)
 
 
-def mark_with_job(groups: "list[Group]", job_id: str, kind: Literal["rl", "sft"]) -> tuple[str, ...]:
-    """Check the groups of a job, then write the job's id, and what they are for, into each.
+def mark_with_job(
+    groups: "list[Group]", job_id: str, kind: Literal["rl", "sft"] = "rl", *, without_logprobs: bool | None = None
+) -> tuple[str, ...]:
+    """Check the groups of a job, then write into each what must be known before the job's record is read.
+
+    Args:
+        groups: At least one.
+        job_id: Into `job_id`.
+        kind: Into `purpose`, of examples.
+        without_logprobs: The job's `allow_training_without_logprobs`, where it says one.
 
     Returns:
         Their group ids.
@@ -122,4 +130,6 @@ def mark_with_job(groups: "list[Group]", job_id: str, kind: Literal["rl", "sft"]
         inner.job_id = job_id
         if kind == "sft":  # what says nothing is for rl: the wire stays what older readers know
             inner.purpose = kind
+        if without_logprobs is not None:
+            inner.allow_training_without_logprobs = without_logprobs
     return tuple(inners)

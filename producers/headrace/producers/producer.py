@@ -224,7 +224,8 @@ class TrajectoryProducer:
         if kind == "sft" and config is not None and config.learning_rate is not None:
             raise InvalidGroupError("config.learning_rate", "the rate of an 'sft' job is sft.learning_rate: give only that")
         waiting = list(groups)
-        group_ids = mark_with_job(waiting, job_id, kind)
+        without_logprobs = None if config is None else config.allow_training_without_logprobs
+        group_ids = mark_with_job(waiting, job_id, kind, without_logprobs=without_logprobs)
         job = TrainingJob(job_id=job_id, group_ids=group_ids, kind=kind, config=config, sft=sft)
         for i, group in enumerate(waiting):
             # Encoded once only to be checked: half a job in the log, and an error, would be worse than the time.

@@ -1,6 +1,7 @@
 """Trajectories and the groups they are compared in.
 
-Fields are those of the training-jobs API; Headrace adds to a group `group_id` (dedupe and lineage), `job_id` (the bucket) and `purpose`.
+Fields are those of the training-jobs API; Headrace adds to a group `group_id` (dedupe and lineage), `job_id` (the bucket),
+`purpose`, and the one option of its job that it is read by.
 The model a group trains is the record's key, not a field. Shapes: rewards are any finite float, compared within a group only.
 """
 
@@ -60,6 +61,7 @@ class TrajectoryGroup(Open):
     `job_id` puts the group into that job's bucket; without it the group belongs to the stream.
     `purpose` says what its trajectories are for, because a group is read before the job that names it: `sft` groups are examples to
     imitate (every assistant turn trains, rewards and versions do not matter) and need a job of kind `sft`; null is `rl`.
+    `allow_training_without_logprobs` is that option of its job, for the same reason; null is the model's own setting.
     """
 
     trajectories: list[Trajectory]
@@ -70,6 +72,7 @@ class TrajectoryGroup(Open):
     group_id: str | None = Field(default=None, min_length=1, max_length=256)
     job_id: str | None = Field(default=None, min_length=1, max_length=256)
     purpose: Literal["rl", "sft"] | None = None
+    allow_training_without_logprobs: bool | None = None
 
     def choices(self) -> Iterator[Choice]:
         """Every sampled turn in wire order: by trajectory, by history, by item. The flat arrays follow this order."""

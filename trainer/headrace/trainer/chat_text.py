@@ -91,13 +91,23 @@ class ChatText:
             raise ChatTextError("this tokenizer can't say which characters a token covers (it is not a fast one): send token ids")
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = [int(token_id) for token_id in encoded["input_ids"]]
+        spans = encoded["offset_mapping"]
         start, stop = len(prefix), len(text) - len(suffix)
-        own = [first < last and start <= first and last <= stop for first, last in encoded["offset_mapping"]]
+        own = [first < last and start <= first and last <= stop for first, last in spans]
         if end:
-            after = next((i for i, (first, last) in enumerate(encoded["offset_mapping"]) if first == stop and last > first), None)
-            if after is not None and ids[after] in self._special:
-                own[after] = True
+            for i in self._end_mark(text, ids, spans, stop):
+                own[i] = True
         return ids, own
+
+    def _end_mark(self, text: str, ids: list[int], spans: list[tuple[int, int]], stop: int) -> range:
+        """Places of the special token that ends a turn whose text ends at `stop`, and of white space before it; none if there is none."""
+        begin = next((i for i, (first, _) in enumerate(spans) if first >= stop), len(ids))
+        for i in range(begin, len(ids)):
+            if ids[i] in self._special:
+                return range(begin, i + 1)
+            if text[slice(*spans[i])].strip():
+                break
+        return range(0)
 
     def _asked(self, before: list[dict[str, Any]], tools: Sequence[Tool] | None, text: str) -> str | None:
         """What the template writes to make the model speak, if the conversation goes on from it."""

@@ -4,8 +4,8 @@
 with a reason of its own, and the model's policy (`group_policy.py`) says what becomes of the rest.
 
 Guarantees: every member of a group is tokenized, or rejected with a reason from the closed list; one of them never takes the others with it
-but by policy. Needs no torch, and no chat template while every choice brings its prompt's ids. Gives up: jobs' own options: a group is
-tokenized before the job that names it is read, by the options of its model.
+but by policy. Needs no torch, and no chat template while every choice brings its prompt's ids. Gives up: the options of the job that names
+a group, which is read later; what matters here (`purpose`, `allow_training_without_logprobs`) the group says itself.
 """
 
 from collections.abc import Callable
@@ -91,13 +91,14 @@ class GroupTokenizer:
         if not inner.trajectories:
             raise GroupRefused(Reason.NO_TRAJECTORIES, "the group has no trajectories")
         sft = inner.purpose == "sft"
+        of_job = inner.allow_training_without_logprobs
         bounds = (settings.max_sequence_tokens, settings.train.packed_sequence_length, self._positions)
         rollouts = RolloutTokenizer(
             chat=self._chat(settings),
             vocabulary=self._vocabulary,
             limit=min(bound for bound in bounds if bound is not None),
             truncate=settings.batch.over_long == "truncate" and not sft,  # half an example teaches to stop in the middle
-            text=sft or bool(settings.train.allow_training_without_logprobs),
+            text=sft or bool(settings.train.allow_training_without_logprobs if of_job is None else of_job),
             sft=sft,
         )
         turns = iter(group.turns)
