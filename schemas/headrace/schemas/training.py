@@ -22,7 +22,9 @@ KL_REFERENCES = ("kl_penalty_reference_step", "kl_penalty_step_lag", "kl_ref_ada
 class TrainConfig(Open):
     """`experimental_config` of a training job (union of all published revisions); units and defaults in each field."""
 
-    learning_rate: float | None = Field(default=None, gt=0, le=10, description="Adam's rate, before warm-up, schedule and multipliers; 5e-6")
+    learning_rate: float | None = Field(
+        default=None, gt=0, le=10, description="Adam's rate, before warm-up, schedule and multipliers; 5e-6"
+    )
     ppo: bool | None = Field(default=None, description="true: PPO's clipped surrogate; false: CISPO")
     loss_fn: Literal["cispo", "ppo"] | None = Field(default=None, description="newer name for ppo")
     epsilon: float | None = Field(default=None, ge=0, description="ratio's lower bound is 1 - epsilon; ppo 0.2, cispo 1.0")
