@@ -232,6 +232,8 @@ async def test_a_stale_member_is_said_with_the_step_that_trains_the_others(share
         await producer.send(mixed)
         (_, completed) = await seen.until(StepCompleted, 2)
         (lost,) = await seen.until(TrajectoryRejected, 1)
+        (_, step) = await seen.until(StepRecord, 2)
+    assert (step.trajectory_refusals, step.refusals) == ({RejectionReason.STALE: 1}, {})
     assert (completed.trajectories, completed.lag_histogram) == (2, {0: 2})
     assert (lost.trajectory, lost.reason) == (2, RejectionReason.STALE)
     assert seen.of(GroupRejected) == []

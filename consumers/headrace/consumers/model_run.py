@@ -252,8 +252,8 @@ class ModelRun:
                 "pending": tuple(pending),
                 "open_jobs": tuple(self.jobs.values()),
                 "closed_jobs": tuple(self.closed),
-                "refusals": _counted(self.state.refusals, self.rejected),
-                "trajectory_refusals": _counted(self.state.trajectory_refusals, self.rejected_trajectories),
+                "refusals": counted(self.rejected, self.state.refusals),
+                "trajectory_refusals": counted(self.rejected_trajectories, self.state.trajectory_refusals),
                 "status": self.status,
                 "status_detail": self.status_detail,
                 "intent": self.intent,
@@ -284,8 +284,8 @@ class ModelRun:
                 del self.documents[job_id]
 
 
-def _counted(
-    before: Mapping[RejectionReason, int], events: Sequence[GroupRejected] | Sequence[TrajectoryRejected]
+def counted(
+    events: Sequence[GroupRejected] | Sequence[TrajectoryRejected], before: Mapping[RejectionReason, int] | None = None
 ) -> dict[RejectionReason, int]:
-    """Counts by reason, with the new events."""
+    """Refusals by reason, on top of what was counted before."""
     return dict(Counter(before) + Counter(event.reason for event in events))

@@ -8,7 +8,7 @@ no more. Gives up: size below the broker's limit by proof; details are cut, pend
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headrace.consumers.model_run import ModelRun
+from headrace.consumers.model_run import ModelRun, counted
 from headrace.consumers.outgoing import Outgoing, event_id, outgoing
 from headrace.schemas.base import utc_now
 from headrace.schemas.events import StepCompleted
@@ -106,9 +106,10 @@ def build(
                 "last_attempt": step.record.attempt,
                 "snapshot": step.snapshot,
                 "weights": step.record.weights,
+                "scalars": step.record.scalars,
                 "groups_trained": run.state.groups_trained + step.record.groups,
             }
-            records.extend(_step_records(topics, source, lane.lane, step))
+            records.extend(_step_records(topics, source, lane.lane, step, run))
         state = run.state_at(position, **update)
         needed.extend(pending.offset for pending in state.pending)
         if run.dirty:
@@ -130,13 +131,16 @@ def build(
     return Transaction(records=tuple(records), lane=written, parts=tuple(parts), dead_letters=len(dead_letters))
 
 
-def _step_records(topics: Topics, source: str, lane: int, step: CommittedStep) -> list[Outgoing]:
+def _step_records(topics: Topics, source: str, lane: int, step: CommittedStep, run: ModelRun) -> list[Outgoing]:
+    # Counted here, where the list is closed: what came since the step began is in this transaction too.
+    refusals = {"refusals": counted(run.rejected), "trajectory_refusals": counted(run.rejected_trajectories)}
+
     def sealed(record: StepRecord | StepCompleted | WeightsPublished, topic: str, kind: str) -> Outgoing:
         identity = event_id(step.record.incarnation, str(step.record.step), kind)
         return outgoing(record, topic=topic, key=step.model_id, source=source, partition=lane, event_id=identity)
 
     return [
-        sealed(step.record, topics.steps, "step-record"),
+        sealed(step.record.model_copy(update=refusals), topics.steps, "step-record"),
         sealed(step.completed, topics.training_events, "step-completed"),
         sealed(step.published, topics.weights, "weights-published"),
     ]
