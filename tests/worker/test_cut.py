@@ -11,7 +11,7 @@ from headrace.consumers.model_run import ModelRun, Waiting
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import ModelState
-from headrace.schemas.training import BatchPolicy, ModelSettings, SftConfig
+from headrace.schemas.training import BatchPolicy, ModelSettings, SftConfig, TrainConfig
 from headrace.trainer.groups import RejectedTrajectory, TokenizedGroup, TokenizedTrajectory, TokenSequence
 
 
@@ -265,3 +265,23 @@ def test_a_job_of_examples_is_cut_like_any_other_and_its_document_says_what_it_i
     document = run.jobs["j"].document
     assert document is not None
     assert (document.kind, document.sft) == ("sft", SftConfig(epochs=3))
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate"])
+def test_a_jobs_own_row_length_is_known_at_the_cut_only(policy: str) -> None:
+    run = run_of(over_long=policy)
+    long = members("long", None, None)
+    long = replace(long, trajectories=(long.trajectories[0], replace(long.trajectories[1], sequences=(sequence(12),))))
+    wait(run, 0, long, job_id="j")
+    run.open_job(TrainingJob(job_id="j", group_ids=("long",), config=TrainConfig(packed_sequence_length=8)), 1)
+    batch = next_batch(run)
+    assert batch is not None
+    ((group, lost),) = [(w.group, batch.lost) for w in batch.groups]
+    if policy == "drop":
+        assert [(m.index, m.reason) for m in lost[0].members] == [(1, RejectionReason.TOO_LONG)]
+        assert lost[0].members[0].detail.endswith("a sequence of 12 tokens, at most 8 are trained on (the job's packed_sequence_length)")
+        assert group.indices == [0]
+    else:
+        assert lost == ()
+        assert [len(t.sequences[0]) for t in group.trajectories] == [4, 8]
+        assert group.truncated == 1

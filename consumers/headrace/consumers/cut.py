@@ -2,7 +2,8 @@
 
 A bucket is complete by its policy: a job's with its full set, the stream's with `groups_per_step` groups or `max_tokens_per_step`
 tokens. Steps run in the order of the log record that completed their bucket. Lag and versions are judged here, at the version that the
-step starts from (exactly-once rules 7 and 9), for each trajectory alone; the model's policy says what becomes of the rest of its group.
+step starts from (exactly-once rules 7 and 9), and so is the row length that a job asks for; each trajectory alone. The model's policy says
+what becomes of the rest of its group.
 
 Guarantees: a pure function of the log and of the model's committed version: no clock, no arrival times. A group that is refused here is
 refused through `ModelRun.refuse`, and the place it leaves is filled by the next group of its bucket; a group that lost members keeps its
@@ -16,8 +17,9 @@ from headrace.consumers.model_run import ModelRun, Waiting
 from headrace.schemas.jobs import JobState
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import OpenJob
-from headrace.trainer.group_policy import GroupRefusal, refusal_of, without
+from headrace.trainer.group_policy import GroupRefusal, refusal_of
 from headrace.trainer.groups import RejectedTrajectory, TokenizedGroup, TokenizedTrajectory
+from headrace.trainer.lengths import OverLongError, fit
 
 _NAMED = 8
 
@@ -58,12 +60,13 @@ def next_batch(run: ModelRun) -> Batch | None:
             run.refuse_all(RejectionReason.JOB_KIND_MISMATCH, message, first.job_id)
             run.move_job(first.job_id, JobState.FAILED, message=message)
             continue
-        judged = [(waiting, judge(run, waiting.group)) for waiting in first.groups]
+        limit = _row_length(run, first)
+        judged = [(waiting, judge(run, waiting.group, limit)) for waiting in first.groups]
         refused = [(waiting, verdict.refusal) for waiting, verdict in judged if verdict.refusal is not None]
         if not refused:
             return replace(
                 first,
-                groups=tuple(replace(waiting, group=verdict.group) if verdict.lost else waiting for waiting, verdict in judged),
+                groups=tuple(replace(waiting, group=verdict.group) for waiting, verdict in judged),
                 lost=tuple(Lost(waiting=waiting, members=verdict.lost) for waiting, verdict in judged if verdict.lost),
             )
         for waiting, refusal in refused:
@@ -88,37 +91,70 @@ class Verdict:
     """Why nothing may."""
 
 
-def judge(run: ModelRun, group: TokenizedGroup) -> Verdict:
-    """Which members' versions let them train now, and whether the rest is enough for the model's policy."""
-    found = ((index, _unfit(run, t)) for index, t in zip(group.indices, group.trajectories, strict=True))
-    lost = [
-        RejectedTrajectory(index=index, reason=why[0], detail=f"trajectories[{index}]: {why[1]}") for index, why in found if why is not None
-    ]
-    if not lost:
+def judge(run: ModelRun, group: TokenizedGroup, limit: int | None = None) -> Verdict:
+    """Which members train now, and whether the rest is enough for the model's policy.
+
+    Args:
+        run: Version and policy.
+        group: As it waits.
+        limit: Tokens of the longest sequence, where the job has a limit of its own.
+    """
+    kept: list[TokenizedTrajectory] = []
+    lost: list[RejectedTrajectory] = []
+    for index, trajectory in zip(group.indices, group.trajectories, strict=True):
+        try:
+            _check_versions(run, trajectory)
+            kept.append(trajectory if limit is None else _within(run, group, trajectory, limit))
+        except _UnfitError as error:
+            lost.append(RejectedTrajectory(index=index, reason=error.reason, detail=f"trajectories[{index}]: {error}"))
+    if not lost and all(now is before for now, before in zip(kept, group.trajectories, strict=True)):
         return Verdict(group=group)
-    rest = without(group, lost)
-    return Verdict(group=rest, lost=tuple(lost), refusal=refusal_of(rest, run.state.settings.batch))
+    rejected = sorted((*group.rejected, *lost), key=lambda member: member.index)
+    rest = replace(group, trajectories=tuple(kept), rejected=tuple(rejected))
+    return Verdict(group=rest, lost=tuple(lost), refusal=refusal_of(rest, run.state.settings.batch) if lost else None)
 
 
-def _unfit(run: ModelRun, trajectory: TokenizedTrajectory) -> tuple[RejectionReason, str] | None:
+class _UnfitError(Exception):
+    def __init__(self, reason: RejectionReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+def _within(run: ModelRun, group: TokenizedGroup, trajectory: TokenizedTrajectory, limit: int) -> TokenizedTrajectory:
+    try:
+        fitted = fit(trajectory.sequences, limit, truncate=run.state.settings.batch.over_long == "truncate" and not group.sft)
+    except OverLongError as error:
+        raise _UnfitError(RejectionReason.TOO_LONG, f"{error} (the job's packed_sequence_length)") from error
+    if fitted.truncated == 0:
+        return trajectory
+    return replace(trajectory, sequences=fitted.sequences, truncated=max(trajectory.truncated, fitted.truncated))
+
+
+def _check_versions(run: ModelRun, trajectory: TokenizedTrajectory) -> None:
     now = run.state.policy_version
     limit = run.state.settings.max_policy_lag
     initial, final = trajectory.initial_policy_version, trajectory.final_policy_version
     newest = max((v for v in (initial, final) if v is not None), default=None)
     if newest is not None and newest > now:
-        return RejectionReason.UNKNOWN_POLICY_VERSION, f"it says policy version {newest}, but the newest that was published is {now}"
+        detail = f"it says policy version {newest}, but the newest that was published is {now}"
+        raise _UnfitError(RejectionReason.UNKNOWN_POLICY_VERSION, detail)
     if initial is not None and final is not None and final < initial:
-        return RejectionReason.UNKNOWN_POLICY_VERSION, f"it ends at version {final}, before it began at {initial}"
+        raise _UnfitError(RejectionReason.UNKNOWN_POLICY_VERSION, f"it ends at version {final}, before it began at {initial}")
     lag = lag_of(now, initial, final)
     if limit is not None and lag is not None and lag > limit:
-        return RejectionReason.STALE, f"it is {lag} versions behind ({now - lag} of {now}); max_policy_lag is {limit}"
-    return None
+        raise _UnfitError(RejectionReason.STALE, f"it is {lag} versions behind ({now - lag} of {now}); max_policy_lag is {limit}")
 
 
 def lag_of(version: int, initial: int | None, final: int | None) -> int | None:
     """Versions between the one that sampled (the oldest that took part) and the one that trains; None where none is said."""
     known = [v for v in (initial, final) if v is not None]
     return version - min(known) if known else None
+
+
+def _row_length(run: ModelRun, batch: Batch) -> int | None:
+    """What the job itself asks for; the model's own limit held at admission."""
+    document = None if batch.job_id is None else run.jobs[batch.job_id].document
+    return None if document is None or document.config is None else document.config.packed_sequence_length
 
 
 def _mismatch(run: ModelRun, batch: Batch) -> str | None:

@@ -8,11 +8,11 @@ policy; groups of examples (`sft`) have no baseline that a lost member could mov
 complete, however small it was sent. Gives up: the details of all members of a refused group: the first one's is quoted, all are named.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.training import BatchPolicy
-from headrace.trainer.groups import RejectedTrajectory, TokenizedGroup
+from headrace.trainer.groups import TokenizedGroup
 
 _NAMED = 16
 
@@ -25,14 +25,6 @@ class GroupRefusal:
     detail: str
     trajectory: int | None = None
     """Index of the first member at fault, where one is."""
-
-
-def without(group: TokenizedGroup, lost: list[RejectedTrajectory]) -> TokenizedGroup:
-    """The group without some more members; `lost` names them by their index as sent."""
-    gone = {member.index for member in lost}
-    kept = tuple(t for t, index in zip(group.trajectories, group.indices, strict=True) if index not in gone)
-    rejected = sorted((*group.rejected, *lost), key=lambda member: member.index)
-    return replace(group, trajectories=kept, rejected=tuple(rejected))
 
 
 def refusal_of(group: TokenizedGroup, policy: BatchPolicy) -> GroupRefusal | None:

@@ -48,7 +48,9 @@ class TokenSequence:
         return len(self.token_ids)
 
     def head(self, tokens: int) -> "TokenSequence":
-        """The sequence cut after so many tokens."""
+        """The sequence cut after so many tokens; itself where it is no longer."""
+        if len(self) <= tokens:
+            return self
         return TokenSequence(
             token_ids=self.token_ids[:tokens],
             trainable=self.trainable[:tokens],

@@ -5,8 +5,8 @@ conversation before it through the chat template; `sequences.py` says when turns
 log-probabilities are all missing, is trained on where `text` says so (ratio 1), and then plain assistant messages are too. Examples (`sft`)
 are that, and the token that ends a turn trains too; a message whose `weight` is 0 is context, as in the hosted fine-tuning APIs.
 
-Guarantees: a trajectory gives sequences with at least one trainable token, or `UnfitError` with a reason and the place. Gives up: the part
-of a sequence beyond the limit where it is cut; what of it was sampled is not trained on.
+Guarantees: a trajectory gives sequences with at least one trainable token each, within the limit (`lengths.py`), or `UnfitError` with a
+reason and the place. Gives up: nothing of a trajectory that fits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +21,7 @@ from headrace.schemas.trajectory import Trajectory
 from headrace.schemas.turns import SampledTokens
 from headrace.trainer.chat_text import ChatText, ChatTextError, ContentError, check_text_only
 from headrace.trainer.groups import TokenSequence
+from headrace.trainer.lengths import Fitted, OverLongError, fit
 from headrace.trainer.sequences import Turn, sequences_of
 
 IdArray = npt.NDArray[np.int32]
@@ -41,15 +42,6 @@ class UnfitError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sequences:
-    """What a trajectory became."""
-
-    sequences: tuple[TokenSequence, ...]
-    truncated: int
-    """How many sequences were cut."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutTokenizer:
     """How the trajectories of one group are tokenized."""
 
@@ -66,7 +58,7 @@ class RolloutTokenizer:
     sft: bool
     """Examples to imitate; `text` must be set too."""
 
-    def tokenize(self, trajectory: Trajectory, sampled: Iterator[SampledTokens | None]) -> Sequences:
+    def tokenize(self, trajectory: Trajectory, sampled: Iterator[SampledTokens | None]) -> Fitted:
         """Sequences of all histories.
 
         Args:
@@ -77,21 +69,19 @@ class RolloutTokenizer:
             UnfitError: see there.
         """
         found: list[TokenSequence] = []
-        cut = 0
         for h, (items, tools) in enumerate(trajectory.histories()):
-            where = "" if h == 0 else f"additional_histories[{h - 1}]."
             try:
-                history = self._history(items, tools, sampled)
-                cut += sum(len(sequence) > self.limit for sequence in history)
-                found.extend(self._fitted(history))
+                found.extend(self._history(items, tools, sampled))
             except UnfitError as error:
+                where = "" if h == 0 else f"additional_histories[{h - 1}]."
                 raise UnfitError(error.reason, f"{where}{error.detail}") from error
-        if cut and not found:
-            raise UnfitError(Reason.TOO_LONG, f"no sampled token is left within {self.limit} tokens")
         if not found:
             advice = "" if self.text else "; plain assistant messages are context unless allow_training_without_logprobs"
             raise UnfitError(Reason.NO_TRAINABLE_TOKENS, f"no sampled token in any history{advice}")
-        return Sequences(sequences=tuple(found), truncated=cut)
+        try:
+            return fit(tuple(found), self.limit, truncate=self.truncate)
+        except OverLongError as error:
+            raise UnfitError(Reason.TOO_LONG, str(error)) from error
 
     def _history(
         self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None, sampled: Iterator[SampledTokens | None]
@@ -103,15 +93,6 @@ class RolloutTokenizer:
             raise UnfitError(Reason.UNSUPPORTED_CONTENT, str(error)) from error
         except ChatTextError as error:
             raise UnfitError(Reason.TOKENIZATION_FAILED, str(error)) from error
-
-    def _fitted(self, history: tuple[TokenSequence, ...]) -> Iterator[TokenSequence]:
-        for sequence in history:
-            if len(sequence) <= self.limit:
-                yield sequence
-            elif not self.truncate:
-                raise UnfitError(Reason.TOO_LONG, f"a sequence of {len(sequence)} tokens, at most {self.limit} are trained on")
-            elif sequence.trainable[: self.limit].any():
-                yield sequence.head(self.limit)
 
     def _turns(
         self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None, sampled: Iterator[SampledTokens | None]
