@@ -1,4 +1,4 @@
-"""Two ways to do one thing, measured against each other in one run.
+"""Ways to do one thing, measured against each other in one run.
 
 Guarantees: the sides take turns, so that a noisy machine slows both; medians over the rounds, with the extremes beside them.
 """
@@ -60,3 +60,28 @@ class Comparison:
             f"Ratio **{self.ratio:.2f}** (median of {len(self.ratios)} rounds, {min(self.ratios):.2f} to {max(self.ratios):.2f}); "
             f"target ≥ {self.target:g}.\n{self.notes}\n"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Several ways to do one thing, and what ours must reach."""
+
+    title: str
+    command: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    """The first is ours."""
+    verdict: str
+    reached: bool
+    notes: str = ""
+
+    def line(self) -> str:
+        """For the terminal."""
+        return f"{self.title}: {self.verdict}: {'reached' if self.reached else 'MISSED'}"
+
+    def markdown(self) -> str:
+        """For the results file."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        outcome = "reached" if self.reached else "missed"
+        return f"## {self.title}\n\n`{self.command}`\n\n{table}\n\n{self.verdict}: **{outcome}**.\n{self.notes}\n"

@@ -1,13 +1,14 @@
 """Run the benchmarks, print the ratios, write benchmarks/RESULTS.md.
 
 Ratios are of two sides measured in turns in one run; they are printed, not asserted: machines differ.
-Usage: `make bench`, or `python benchmarks/run.py [codec] [produce] [--rounds N]`.
+Usage: `make bench`, or `python benchmarks/run.py [NAME...] [--rounds N]`; the peers that some compare with: `benchmarks/peers.py`.
 """
 
 import argparse
 import os
 import platform
 import sys
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -15,10 +16,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import codec, produce  # noqa: E402 - a script has its own folder on the path, not the repository's
+from benchmarks import codec, packing, prefix_tree, produce  # noqa: E402 - a script has its own folder on the path, not the repository's
+from benchmarks.measuring import Comparison, Table  # noqa: E402 - as above
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
-BENCHMARKS = {"codec": codec.run, "produce": produce.run}
+BENCHMARKS: dict[str, Callable[[int], Sequence[Comparison | Table]]] = {
+    "codec": codec.run,
+    "packing": packing.run,
+    "prefix_tree": prefix_tree.run,
+    "produce": produce.run,
+}
 
 
 def machine() -> str:
@@ -42,7 +49,7 @@ def main() -> None:
     unknown = set(arguments.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"no benchmark named {', '.join(sorted(unknown))}: there are {', '.join(BENCHMARKS)}")
-    results = []
+    results: list[Comparison | Table] = []
     busy = os.getloadavg()[0]  # by others: near or above the number of cores, the side with more threads loses most
     for name in arguments.names or BENCHMARKS:
         for comparison in BENCHMARKS[name](arguments.rounds):

@@ -13,8 +13,9 @@ planner therefore fills steps x ranks bins under a hard cap of tokens and puts b
 
 Guarantees: no bin over the capacity; every rank has the same number of micro steps; an empty bin only where there are fewer items
 than bins; no fewer items than micro steps; the same input gives the same plan (searches end by counts, never by a clock). Gives up:
-optimality. The number of micro steps is the lower bound of Martello and Toth (1990, L2) wherever the repair succeeds: at least one
-time in a hundred it does not when the bins must be filled to 99.9 % (benchmarks/RESULTS.md). Shapes: I items.
+optimality. The number of micro steps is the lower bound of Martello and Toth (1990, L2) wherever the repair succeeds, which it did in
+every draw of the benchmark, up to rows that must be 99.9 % full (benchmarks/RESULTS.md). What no plan can avoid: a micro step with one
+item as long as a row, whose ranks can't hold as much work beside it. Shapes: I items.
 """
 
 import heapq
