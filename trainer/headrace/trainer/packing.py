@@ -26,8 +26,10 @@ of a group often agree for a few tokens by chance ("The answer is"): a cascade o
 
 _ATTENTION = 8192
 """Position at which a token's attention costs as much as its share of the weights."""
-_FINENESS = (1, 2, 3, 4)
+_FINENESS = (1, 1.25, 1.5, 2, 3, 4)
 """Pieces are tried at the size that gives every rank one, and at these fractions of it."""
+_ENOUGH = 0.99
+"""Share of the ranks' time that is work of whole trees, at which nothing finer is tried."""
 _GAIN = 0.998
 """A finer cut must be this much faster: it repeats prefixes."""
 
@@ -94,10 +96,11 @@ def _steps_shared(sequences: Sequence[CreditedSequence], capacity: int, ranks: i
     trees = _trees(sequences, min_shared)
     longest = max((len(credited.sequence) for credited in sequences), default=0)
     even = min(capacity, -(-sum(len(piece.tree) for piece in trees) // ranks))
+    work = sum(piece.cost for piece in trees) / ranks
     best: Steps = []
     fastest = float("inf")
     largest = float("inf")
-    for size in dict.fromkeys([capacity, *(max(longest, even // fineness) for fineness in _FINENESS)]):
+    for size in dict.fromkeys([capacity, *(max(longest, int(even / fineness)) for fineness in _FINENESS)]):
         if largest <= size:
             continue
         pieces = [part for piece in trees for part in _cut(sequences, piece, size, capacity, min_shared)]
@@ -107,6 +110,8 @@ def _steps_shared(sequences: Sequence[CreditedSequence], capacity: int, ranks: i
         slowest = sum(max(sum(piece.cost for piece in held) for held in step) for step in steps)
         if slowest < fastest * _GAIN:
             fastest, best = slowest, steps
+        if work >= fastest * _ENOUGH:
+            break
     return best
 
 
