@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.trainer.lengths import OverLongError, fit
@@ -40,6 +40,7 @@ def histories(draw: st.DrawFn) -> list[Turn]:
     return turns
 
 
+@settings(deadline=None)
 @given(histories())
 def test_each_sampled_token_trains_once_behind_its_own_prompt(turns: list[Turn]):
     expected = {}  # log-probability (unique) -> what the model saw before it, and it
@@ -57,6 +58,7 @@ def test_each_sampled_token_trains_once_behind_its_own_prompt(turns: list[Turn])
     assert found == expected
 
 
+@settings(deadline=None)
 @given(histories())
 def test_turns_share_a_sequence_exactly_while_their_prompts_go_on(turns: list[Turn]):
     splits = 0
@@ -70,6 +72,7 @@ def test_turns_share_a_sequence_exactly_while_their_prompts_go_on(turns: list[Tu
         assert len(sequences_of(turns)) == splits
 
 
+@settings(deadline=None)
 @given(histories(), st.integers(1, 12))
 def test_cut_sequences_are_the_heads_of_the_whole_ones(turns: list[Turn], limit: int):
     whole = sequences_of(turns)
