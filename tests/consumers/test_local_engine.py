@@ -228,6 +228,15 @@ def test_messages_go_through_the_chat_template_and_turns_extend_token_for_token(
         assert after[len(said) :] == [*closing, 4, 9, END, 3]
 
 
+def test_switches_reach_the_template_in_first_and_later_turns(tiny_model):
+    engine = LocalEngine(tiny_model, chat_template_kwargs={"quiet": True})
+    engine.tokenizer.chat_template = f"{engine.tokenizer.chat_template}{{% if quiet %}}x {{% endif %}}"
+    x = engine.tokenizer.convert_tokens_to_ids("x")
+    (first,) = engine.generate([[{"role": "user", "content": "a"}]], max_tokens=3)
+    assert first.prompt_token_ids[-1] == x
+    assert engine.prompt_after(first, [{"role": "user", "content": "b"}])[-1] == x
+
+
 def test_text_leaves_special_tokens_out(tiny_model):
     generation = LocalEngine(tiny_model, seed=1).generate([[{"role": "user", "content": "a"}]], max_tokens=8, stop_token_ids=[END])[0]
     assert "<end>" not in generation.text

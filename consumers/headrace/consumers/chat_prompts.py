@@ -26,17 +26,26 @@ class ChatTemplateError(HeadraceError):
     """The tokenizer has no chat template, or its template can't render this conversation; says why."""
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None) -> list[int]:
-    """Token ids of a conversation, up to where the assistant speaks next.
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None = None,
+    switches: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a conversation, up to where the assistant speaks next. `switches` go to the template by name.
 
     Raises:
         ChatTemplateError: see there.
     """
-    return _ids(tokenizer, _render(tokenizer, messages, tools))
+    return _ids(tokenizer, _render(tokenizer, messages, tools, switches))
 
 
 def continuation(
-    tokenizer: PreTrainedTokenizerBase, before: Generation, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    before: Generation,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None = None,
+    switches: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Prompt of the next turn: prompt and tokens of the turn before, unchanged, then `messages` (a tool's answer, the user's reply).
 
@@ -44,7 +53,7 @@ def continuation(
         ChatTemplateError: see there.
     """
     stand_in: list[ChatMessage] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _STAND_IN}]
-    rendered = _render(tokenizer, [*stand_in, *messages], tools)
+    rendered = _render(tokenizer, [*stand_in, *messages], tools, switches)
     _, found, rest = rendered.rpartition(_STAND_IN)
     if not found:
         raise ChatTemplateError("the chat template does not show an assistant's content: build the next prompt's token ids yourself")
@@ -55,7 +64,12 @@ def continuation(
     return [*before.prompt_token_ids, *before.token_ids, *added]
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None) -> str:
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None,
+    switches: Mapping[str, Any] | None,
+) -> str:
     if tokenizer.chat_template is None:
         raise ChatTemplateError("the tokenizer has no chat template: give prompt token ids instead of messages")
     try:
@@ -64,6 +78,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage],
             tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
             tokenize=False,
             add_generation_prompt=True,
+            **(switches or {}),
         )
     except Exception as error:  # a template is a program of its own: it raises what it likes
         raise ChatTemplateError(f"the chat template can't render this conversation: {type(error).__name__}: {error}") from error

@@ -7,8 +7,9 @@ wait); what comes in one call is one batch. `threads` is torch's setting for the
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -32,16 +33,25 @@ class LocalEngine:
         threads: Torch threads of this process; None leaves torch's own setting.
         seed: Of the engine's own random generator.
         device: Where it runs; float32 everywhere.
+        chat_template_kwargs: Switches of the chat template (`enable_thinking`): the model's own `chat_template_kwargs`.
     """
 
     def __init__(
-        self, base_path: Path | str, *, gguf_file: str | None = None, threads: int | None = None, seed: int = 0, device: str = "cpu"
+        self,
+        base_path: Path | str,
+        *,
+        gguf_file: str | None = None,
+        threads: int | None = None,
+        seed: int = 0,
+        device: str = "cpu",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         self.tokenizer = AutoTokenizer.from_pretrained(base_path, gguf_file=gguf_file)
         self._weights = EngineWeights(Path(base_path), gguf_file=gguf_file, device=device)
         self._generator = torch.Generator(device).manual_seed(seed)
+        self._switches = dict(chat_template_kwargs or {})
         self._lock = threading.Lock()
         self._version = 0
         config = self._weights.model.config
@@ -103,7 +113,7 @@ class LocalEngine:
         Raises:
             ChatTemplateError: messages that the template can't render.
         """
-        return continuation(self.tokenizer, before, messages, tools)
+        return continuation(self.tokenizer, before, messages, tools, self._switches)
 
     def load(self, folder: Path, version: int) -> None:
         """Take the weights in a folder: full (`*.safetensors`), or a LoRA adapter (`adapter_config.json`).
@@ -133,7 +143,7 @@ class LocalEngine:
         messages = [item for item in request if not isinstance(item, int)]
         if token_ids and messages:
             raise ValueError("a request is messages or token ids, not both")
-        return prompt_ids(self.tokenizer, messages, tools) if messages else token_ids
+        return prompt_ids(self.tokenizer, messages, tools, self._switches) if messages else token_ids
 
     def _check(self, i: int, prompt: list[int], max_tokens: int) -> None:
         if not prompt:
