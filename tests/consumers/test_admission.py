@@ -70,8 +70,9 @@ async def test_examples_need_a_job_and_lost_members_come_with_their_group(tiny_m
 
 
 async def test_a_record_that_never_ends_is_refused_alone(base_with: Path, pool: AdmissionPool) -> None:
-    admitted, refused = await pool.admit([request(base_with), request(base_with, user="hang")])
+    admitted, refused = await pool.admit([request(base_with), request(base_with, user="hang", name="bad", job_id="j")])
     assert isinstance(admitted, Admitted)
     assert isinstance(refused, Refused)
     assert refused.reason is RejectionReason.TOKENIZATION_FAILED
     assert "took too much time" in refused.detail
+    assert (refused.group_id, refused.job_id) == ("bad", "j"), "its job must not wait for it"

@@ -1,5 +1,6 @@
 """What the lane asks of the tokenizing process, and what it answers. Types only: importing them imports no tokenizer."""
 
+import ctypes
 from dataclasses import dataclass
 
 from headrace.schemas.errors import CodecError
@@ -21,6 +22,11 @@ class AdmissionRequest:
     base: BaseSource | None
     """None: the model does not train; the group is only read."""
     settings: ModelSettings
+
+
+NOTED_BYTES = 4096
+Noted = ctypes.Array[ctypes.c_char]
+"""Memory that both processes see: `[group id, job id]` of the record at work, as JSON. Without a lock, which a dead process would keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

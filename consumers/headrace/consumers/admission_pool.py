@@ -5,13 +5,16 @@ refused alone, the records around them are admitted. Gives up: parallelism beyon
 """
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-from headrace.consumers.admission import AdmissionRequest, AdmissionResult, Refused
+import orjson
+
+from headrace.consumers.admission import NOTED_BYTES, AdmissionRequest, AdmissionResult, Noted, Refused
 from headrace.core.processes import die_with
 from headrace.core.settings import Settings
 from headrace.schemas.reasons import RejectionReason
@@ -31,13 +34,15 @@ class AdmissionPool:
     def __init__(self, settings: Settings, record_seconds: float = RECORD_SECONDS) -> None:
         self._settings = settings
         self._record_seconds = record_seconds
+        # Not the executor's: it outlives the process that writes into it.
+        self._noted: Noted = multiprocessing.get_context("spawn").RawArray(ctypes.c_char, NOTED_BYTES)
         self._executor = self._start()
         self._lock = asyncio.Lock()
 
     def _start(self) -> ProcessPoolExecutor:
         # spawn: the parent runs an event loop and gRPC-like threads, which a fork would copy in the middle of something.
         context = multiprocessing.get_context("spawn")
-        told = (self._settings, os.getpid(), self._record_seconds)
+        told = (self._settings, os.getpid(), self._record_seconds, self._noted)
         executor = ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_prepare, initargs=told)
         # Starts the process now: its imports overlap with the worker's own start. From this thread, with which it would end.
         executor.submit(int)
@@ -65,13 +70,22 @@ class AdmissionPool:
         try:
             return (await self._run([request]))[0]
         except BrokenProcessPool:
+            group_id, job_id = self._at_work(request)
             self._restart()
             return Refused(
-                group_id=request.fallback_id,
-                job_id=None,
+                group_id=group_id,
+                job_id=job_id,
                 reason=RejectionReason.TOKENIZATION_FAILED,
                 detail="the process that reads and tokenizes groups died on this record: it crashed, or took too much time",
             )
+
+    def _at_work(self, request: AdmissionRequest) -> tuple[str, str | None]:
+        """Ids of the record that the process died of, as far as it had read them: a job must not wait for a group that is refused."""
+        match orjson.loads(self._noted.value or b"null"):
+            case [str(group_id), str() | None as job_id]:
+                return group_id, job_id
+            case _:
+                return request.fallback_id, None
 
     def _restart(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -85,11 +99,11 @@ class AdmissionPool:
 
 
 # The tokenizer (transformers: seconds) is imported in the process that uses it, and nowhere else.
-def _prepare(settings: Settings, parent: int, record_seconds: float) -> None:
+def _prepare(settings: Settings, parent: int, record_seconds: float, noted: Noted) -> None:
     die_with(parent)
     from headrace.consumers.admitting import prepare  # noqa: PLC0415 - as said above
 
-    prepare(settings, record_seconds)
+    prepare(settings, record_seconds, noted)
 
 
 def _admit_all(requests: list[AdmissionRequest]) -> list[AdmissionResult]:

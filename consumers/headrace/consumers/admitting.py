@@ -11,10 +11,14 @@ import signal
 from dataclasses import dataclass
 from functools import cache
 
+import orjson
+
 from headrace.consumers.admission import (
+    NOTED_BYTES,
     AdmissionRequest,
     AdmissionResult,
     Admitted,
+    Noted,
     NotTokenized,
     Refused,
     Unreadable,
@@ -37,21 +41,23 @@ GROUP_TOPIC_MODELS = (TrajectoryGroup, GroupClaim, TrainingJob)
 
 _settings: Settings | None = None
 _record_seconds = 0.0
+_noted: Noted | None = None
 
 
-def prepare(settings: Settings, record_seconds: float) -> None:
+def prepare(settings: Settings, record_seconds: float, noted: Noted) -> None:
     """Initialise the process: it leaves signals to its parent and stays single-threaded.
 
     Args:
         settings: Where payloads are.
         record_seconds: Processor time of one record; 0: without a bound.
+        noted: Where the ids of the record at work are left, should the process die of it.
     """
-    global _settings, _record_seconds
+    global _settings, _record_seconds, _noted
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Whatever a library may have set: the timer below ends the process, also in the middle of a computation in C.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _settings, _record_seconds = settings, record_seconds
+    _settings, _record_seconds, _noted = settings, record_seconds, noted
     # Seconds of imports that belong to no record, while the worker starts.
     from transformers import AutoConfig, AutoTokenizer  # noqa: F401, PLC0415 - as said
 
@@ -75,6 +81,7 @@ def admit_all(requests: list[AdmissionRequest]) -> list[AdmissionResult]:
 def admit(request: AdmissionRequest) -> AdmissionResult:
     """Read, check and tokenize one record."""
     seen = _Seen(group_id=request.fallback_id)
+    seen.note()
     try:
         return _admit(request, seen)
     except CodecError as error:
@@ -99,6 +106,11 @@ class _Seen:
 
     def take(self, group_id: str | None, job_id: str | None) -> None:
         self.group_id, self.job_id = group_id or self.group_id, job_id or self.job_id
+        self.note()
+
+    def note(self) -> None:
+        if _noted is not None and len(note := orjson.dumps([self.group_id, self.job_id])) < NOTED_BYTES:
+            _noted.value = note
 
     def refused(self, reason: RejectionReason, detail: str, trajectory: int | None = None) -> Refused:
         return Refused(group_id=self.group_id, job_id=self.job_id, reason=reason, detail=detail, trajectory=trajectory)
