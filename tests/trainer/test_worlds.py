@@ -15,7 +15,7 @@ from tests.trainer.tiny import ONE_THREAD, random_groups
 
 from headrace.schemas.training import TrainConfig
 from headrace.trainer.engine import TrainingEngine
-from headrace.trainer.plan import KlReference, StateKey, StepPlan, StepResult
+from headrace.trainer.plan import BaseSource, KlReference, StateKey, StepPlan, StepResult
 from headrace.trainer.rank import RankDiedError, RankWorld, StepFailedError
 from headrace.trainer.world import WorldSettings
 
@@ -62,10 +62,9 @@ def two_ranks(request: pytest.FixtureRequest) -> Iterator[tuple[Stage, RankWorld
 @pytest.mark.parametrize("tokens", [24, 48, 96, 4096])
 def test_the_update_does_not_depend_on_the_number_of_micro_steps(make_plan: Plans, tokens: int):
     """Against rows of 4,096 tokens, where all is one micro step."""
-    whole = three_steps(TrainingEngine(ONE_THREAD).run, make_plan, "whole", config=TrainConfig(learning_rate=1e-3, packed_sequence_length=4096))
-    parts = three_steps(
-        TrainingEngine(ONE_THREAD).run, make_plan, "parts", config=TrainConfig(learning_rate=1e-3, packed_sequence_length=tokens)
-    )
+    one_row, short_rows = (TrainConfig(learning_rate=1e-3, packed_sequence_length=length) for length in (4096, tokens))
+    whole = three_steps(TrainingEngine(ONE_THREAD).run, make_plan, "whole", config=one_row)
+    parts = three_steps(TrainingEngine(ONE_THREAD).run, make_plan, "parts", config=short_rows)
     assert parts[0][0].num_sequences >= whole[0][0].num_sequences == 1
     for mine, theirs in zip(parts[0], whole[0], strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-4)
@@ -99,6 +98,20 @@ def test_two_ranks_train_the_same_weights_at_every_zero_stage(two_ranks: tuple[S
         assert mine.metrics["ess_tokens"] == pytest.approx(theirs.metrics["ess_tokens"], rel=1e-5)
         assert mine.metrics["trainable_tokens"] == theirs.metrics["trainable_tokens"]
     assert together[0][0].fingerprint.world_size == 2
+
+
+@pytest.mark.slow
+def test_matrices_that_zero_3_takes_apart_train_the_same_weights(
+    two_ranks: tuple[Stage, RankWorld], make_plan: Plans, make_base: Callable[..., BaseSource]
+):
+    """ZeRO 3 keeps parameters below 100,000 numbers whole: the other tests' model is all of that kind."""
+    stage, world = two_ranks
+    if stage != 3:
+        pytest.skip("about ZeRO 3")
+    base = make_base(hidden_size=400, intermediate_size=320)
+    alone = three_steps(TrainingEngine(ONE_THREAD).run, make_plan, "alone", base=base)
+    together = three_steps(world.run, make_plan, "together", base=base)
+    assert furthest(together[1], alone[1]) < 1e-6
 
 
 @pytest.mark.slow
@@ -137,7 +150,9 @@ def test_kl_is_centred_over_all_ranks_and_the_learner_is_itself_again(two_ranks:
     alone = three_steps(TrainingEngine(ONE_THREAD).run, make_plan, "alone", config=config, adaptation="lora", reference=reference)
     together = three_steps(world.run, make_plan, "together", config=config, adaptation="lora", reference=reference)
     assert furthest(together[1], alone[1]) < 1e-6
-    assert [r.metrics["kl_reference"] for r in together[0]] == pytest.approx([r.metrics["kl_reference"] for r in alone[0]], rel=1e-4)
+    assert [r.metrics["kl_reference"] for r in together[0]] == pytest.approx(
+        [r.metrics["kl_reference"] for r in alone[0]], rel=1e-4, abs=1e-9
+    )
 
 
 @pytest.mark.slow
@@ -228,8 +243,8 @@ def test_ranks_under_a_launcher_meet_by_its_environment(tmp_path: Path, make_pla
         "        (folder / 'result.pickle').write_bytes(pickle.dumps(result))\n"
         "        world.close()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", str(script), str(tmp_path)]
-    subprocess.run(command, check=True, timeout=180, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    subprocess.run([*launcher, str(script), str(tmp_path)], check=True, timeout=170, env=os.environ | {"OMP_NUM_THREADS": "1"})
     result = pickle.loads((tmp_path / "result.pickle").read_bytes())  # noqa: S301 - our own
     alone = make_plan(config=SMALL_ROWS, attempt="alone", eps=EPS)
     TrainingEngine(ONE_THREAD).run(alone)

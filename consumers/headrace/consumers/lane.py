@@ -16,6 +16,7 @@ from collections.abc import Callable
 from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.cut import Batch, next_batch
 from headrace.consumers.duplicates import DuplicateWindow
+from headrace.consumers.kl_references import KlReferences
 from headrace.consumers.lane_book import LaneBook
 from headrace.consumers.lane_commands import CommandHandler, problem_of
 from headrace.consumers.lane_intake import MAX_PENDING, LaneIntake
@@ -75,9 +76,10 @@ class Lane:
         self._store = store
         self._pool = pool
         self._wanted = wanted
-        self._steps = StepRunner(settings, store, world, lane)
-        self._keeper = SnapshotKeeper(store)
         self._work_dir = settings.worker.work_dir.absolute()
+        self._references = KlReferences(self._options, self._topics.steps, lane, store, self._work_dir / f"references-{lane}")
+        self._steps = StepRunner(settings, store, world, lane, self._references)
+        self._keeper = SnapshotKeeper(store)
         self._committing = asyncio.Lock()
         self._stepping = False
 
@@ -174,6 +176,7 @@ class Lane:
             run.reject_members(lost.waiting, lost.members)
         finish_job(run, step)
         await self._commit(book, writer, step)
+        self._references.note(step.record)
         await self._keeper.committed(run.state.model_id, step.snapshot)
         logger.info(
             "step %d of %s: %d groups, loss %s, %.3f s",

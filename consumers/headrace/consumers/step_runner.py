@@ -28,7 +28,7 @@ from headrace.core.store import ObjectStore
 from headrace.schemas.events import StepCompleted
 from headrace.schemas.jobs import JobState
 from headrace.schemas.state import StepRecord, offset_ranges
-from headrace.schemas.training import SftConfig, TrainConfig
+from headrace.schemas.training import KL_REFERENCES, SftConfig, TrainConfig
 from headrace.schemas.weights import WeightsPublished
 from headrace.trainer.options import resolve
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
@@ -236,12 +236,10 @@ def merged_config(model: TrainConfig, job: TrainConfig | None) -> TrainConfig:
     for config in (model, job):
         if "epsilon_high" in config.model_fields_set and config.epsilon_high is None:
             chosen.setdefault("epsilon_high", None)
-    if job.loss_fn is None and job.ppo is not None:
-        chosen.pop("loss_fn", None)  # the job says the same thing by the other name
-    elif job.loss_fn is not None and job.ppo is None:
-        chosen.pop("ppo", None)
-    if job.kl_penalty_step_lag is not None:
-        chosen.pop("kl_penalty_reference_step", None)
-    elif job.kl_penalty_reference_step is not None:
-        chosen.pop("kl_penalty_step_lag", None)
+    # Where the job says one of several names for a thing, what the model said by another is no longer meant.
+    for names in (("loss_fn", "ppo"), KL_REFERENCES, ("loss_aggregation", "loss_aggregation_constant")):
+        said = [name for name in names if getattr(job, name) is not None]
+        for name in names:
+            if said and name not in said:
+                chosen.pop(name, None)
     return TrainConfig.model_validate(chosen)

@@ -104,7 +104,8 @@ class TrainerWorld:
 
     async def close(self) -> None:
         """End the ranks."""
-        self._ranks.kill()
+        if not self._launched:  # there, rank 0 must say goodbye to those that it did not start
+            self._ranks.kill()
         await asyncio.to_thread(self._ranks.close)
 
 

@@ -48,7 +48,8 @@ def policy_updates(groups: Sequence[TokenizedGroup], options: StepOptions, shape
     size = rows // shape.ranks
     parts = [whole.micro_steps[first : first + size] for first in range(0, len(whole.micro_steps), size)]
     total = _coefficients(whole.rows)
-    return [_scaled(PackedUpdate(micro_steps=part, capacity=whole.capacity), total) for part in parts]
+    owners = _owners(groups, credits_K)
+    return [_scaled(replace(whole, micro_steps=part, trajectories=_count(part, owners)), total) for part in parts]
 
 
 def sft_updates(groups: Sequence[TokenizedGroup], config: SftConfig, shape: RowShape, seed: int, length: int | None) -> list[PackedUpdate]:
@@ -89,7 +90,19 @@ def _pack(
             for i, sequence in enumerate(trajectory.sequences)
         )
     longest = max((len(credited.sequence) for credited in sequences), default=1)
-    return pack(sequences, capacity=length or max(shape.tokens, longest), ranks=shape.ranks, alone=shape.alone, policy_version=version)
+    capacity = length or max(shape.tokens, longest)
+    packed = pack(sequences, capacity=capacity, ranks=shape.ranks, alone=shape.alone, policy_version=version)
+    return replace(packed, trajectories=len(credits_K))
+
+
+def _owners(groups: Sequence[TokenizedGroup], credits_K: Sequence[Credit]) -> list[int]:
+    """Index of the trajectory that each branch belongs to: branches count sequences in the order of `_pack`."""
+    return [k for k, credit in enumerate(credits_K) for _ in groups[credit.group].trajectories[credit.trajectory].sequences]
+
+
+def _count(micro_steps: Sequence[Sequence[PackedRow | None]], owners: Sequence[int]) -> int:
+    rows = [row for step in micro_steps for row in step if row is not None]
+    return len({owners[branch] for row in rows for branch in np.unique(row.branches_N)})
 
 
 def _as_text(trajectory: TokenizedTrajectory) -> TokenizedTrajectory:
@@ -107,4 +120,4 @@ def _scaled(update: PackedUpdate, total: float) -> PackedUpdate:
     steps = tuple(
         tuple(row and replace(row, weights_N=(row.weights_N * factor).astype(np.float32)) for row in step) for step in update.micro_steps
     )
-    return PackedUpdate(micro_steps=steps, capacity=update.capacity)
+    return replace(update, micro_steps=steps)

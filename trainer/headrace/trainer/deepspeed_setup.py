@@ -1,9 +1,9 @@
 """DeepSpeed for one rank of a world: float32 with gloo on a CPU, bf16 autocast over float32 weights on a GPU.
 
-Guarantees: starts in a second, without a compiler or MPI, and a world on one machine without a free port; sums over ranks in one
-order, so equal worlds give equal bits. Gives up: DeepSpeed's shared-memory all-reduce for CPU ranks, which it would compile with the C++ compiler of the
-machine at the first start (37 s measured, and a failure where there is none); its fused CPU Adam, for the same reason; overlap of
-communication and backward; and bf16 master weights: on a GPU the weights stay float32, so that a snapshot is the whole state.
+Guarantees: starts in a second, without a compiler or MPI, and a world on one machine without a free port; sums over ranks in one order,
+so equal worlds give equal bits. Gives up: DeepSpeed's shared-memory all-reduce for CPU ranks, which it would compile with the C++
+compiler of the machine at the first start (37 s measured, and a failure where there is none); its fused CPU Adam, for the same reason;
+overlap of communication and backward; and bf16 master weights: on a GPU the weights stay float32, so that a snapshot is the whole state.
 """
 
 import logging
@@ -36,14 +36,17 @@ def join_world(world: WorldSettings, seat: Seat) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
+        # Some CUDA kernels add in an order of their own; a replay needs the same bits. Where there is no other kernel, torch says so once.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(seconds=world.collective_seconds)
     if world.size > 1 and seat.rendezvous is None:
         torch.distributed.init_process_group(backend, timeout=timeout, rank=seat.rank, world_size=world.size)
     else:
         # A store in this process, or in a file: ranks of one machine need no port.
-        alone = seat.rendezvous is None
-        store = torch.distributed.HashStore() if alone else torch.distributed.FileStore(seat.rendezvous, world.size)  # type: ignore[attr-defined]  # exported at run time only
+        meeting = seat.rendezvous
+        store = torch.distributed.HashStore() if meeting is None else torch.distributed.FileStore(meeting, world.size)  # type: ignore[attr-defined]  # exported at run time only
         torch.distributed.init_process_group(backend, store=store, timeout=timeout, rank=seat.rank, world_size=world.size)
     deepspeed.init_distributed(backend, verbose=False)
 

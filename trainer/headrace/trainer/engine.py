@@ -87,6 +87,7 @@ class TrainingEngine:
         self._loaded: _Loaded | None = None
         self._resident: StateKey | None = None
         self._preloaded: tuple[BaseSource, Any] | None = None
+        self._warned: set[tuple[str, str]] = set()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step.
@@ -106,8 +107,7 @@ class TrainingEngine:
         began = time.perf_counter()
         clock = _Clock(began=began, phases={})
         options = resolve(plan.config) if plan.sft is None else sft_options(resolve(plan.config))
-        for warning in options.warnings:
-            logger.warning("%s: %s", plan.state.model_id, warning)
+        self._warn(plan.state.model_id, options)
         loaded = self._at(plan)
         seed = seed_of(plan)
         torch.manual_seed(seed)
@@ -149,6 +149,13 @@ class TrainingEngine:
             seconds=time.perf_counter() - began,
             fingerprint=self.fingerprint(),
         )
+
+    def _warn(self, model_id: str, options: StepOptions) -> None:
+        """Each warning once, by rank 0."""
+        for warning in options.warnings if self._seat.rank == 0 else ():
+            if (model_id, warning) not in self._warned:
+                self._warned.add((model_id, warning))
+                logger.warning("model %s: %s", model_id, warning)
 
     def _updates(self, plan: StepPlan, options: StepOptions, loaded: _Loaded, seed: int) -> list[PackedUpdate]:
         shape = RowShape(
@@ -195,7 +202,7 @@ class TrainingEngine:
             optimizer,
             plan.scalars.updates + i,
             reward_multiplier=multiplier(plan.scalars.reward_trend) if options.scale_rate_by_reward_deviation else 1.0,
-            trajectories=sum(row.sequences for row in update.rows),
+            trajectories=update.trajectories,
             power=options.trajectories_power,
         )
         return UpdateSettings(rate=rate, weight_decay=optimizer.weight_decay, max_grad_norm=optimizer.max_grad_norm)

@@ -59,11 +59,15 @@ def _tensors(rows: Sequence[PackedRow]) -> dict[str, list[npt.NDArray[np.float64
     return {
         "tokens": [row.token_ids_T.astype(np.float64) for row in rows],
         "positions": [row.position_ids_T.astype(np.float64) for row in rows],
-        "segments": [np.repeat(np.arange(len(row.starts_G)), np.diff(np.append(row.starts_G, len(row)))) * 1.0 for row in rows],
+        "segments": [_segments(row).astype(np.float64) for row in rows],
         "logprobs": [_at_predictors(row, row.logprobs_N) for row in rows],
         "advantages": [_at_predictors(row, row.advantages_N) for row in rows],
         "weights": [_at_predictors(row, row.weights_N) for row in rows],
     }
+
+
+def _segments(row: PackedRow) -> npt.NDArray[np.int64]:
+    return np.repeat(np.arange(len(row.starts_G)), np.diff(np.append(row.starts_G, len(row))))
 
 
 def _at_predictors(row: PackedRow, values_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:

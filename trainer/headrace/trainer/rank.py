@@ -156,9 +156,12 @@ class RankWorld:
 
     def _died(self) -> RankDiedError:
         self._broken = True
-        wait([process.sentinel for process in self._processes if process.pid is not None], timeout=_STOP_SECONDS)
-        ended = [(process.exitcode, rank) for rank, process in enumerate(self._processes) if process.exitcode is not None]
-        code, rank = min(ended, default=(None, 0))  # a signal's code is negative: the first to go
+        ended = wait([process.sentinel for process in self._processes if process.pid is not None], timeout=_STOP_SECONDS)
+        for process in self._processes:
+            if process.sentinel in ended:
+                process.join(_STOP_SECONDS)  # its sentinel may be a moment ahead of its exit code
+        codes = [(process.exitcode, rank) for rank, process in enumerate(self._processes) if process.exitcode is not None]
+        code, rank = min(codes, default=(None, 0))  # a signal's code is negative: what was killed, before what failed because of that
         self.kill()
         return RankDiedError(f"rank {rank} of {self._world.size} ended during the step (exit code {code}): the world is ended")
 

@@ -12,14 +12,15 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Literal
 
+from headrace.core.errors import HeadraceError
 from headrace.core.processes import die_with
 from headrace.trainer.plan import BaseSource, StepPlan, StepResult
 from headrace.trainer.world import Seat, WorldSettings
@@ -32,7 +33,13 @@ logger = logging.getLogger(__name__)
 Request = tuple[Literal["run"], StepPlan | None] | tuple[Literal["preload"], BaseSource]
 """To a rank; only rank 0 gets the plan itself."""
 
-_PEEK = timedelta(seconds=30)
+_PEEK_SECONDS = 0.05
+_RUN, _END = b"run", b"end"
+"""What rank 0 says at the store to ranks without a pipe."""
+
+
+class RankFailedError(HeadraceError):
+    """A plan raised in a rank that a launcher started; the message holds the traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +90,16 @@ def main(pipe: Connection, world: WorldSettings, seat: Seat, parent: int) -> Non
                         answer(outcome)
                     if isinstance(outcome, Failure) and world.size > 1:
                         return
+    if seat.rank == 0 and world.size > 1:
+        _tell(_END)
 
 
 def serve(world: WorldSettings, seat: Seat) -> None:
     """A rank that a launcher started beside another node's worker: runs what rank 0 broadcasts, until the world ends.
 
     Raises:
-        RuntimeError: a plan failed; the launcher ends or restarts all ranks.
+        RankFailedError: a plan failed; the launcher ends or restarts all ranks.
+        RuntimeError: the store is gone, and rank 0 with it.
     """
     engine = _engine(world, seat)
     from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415 - the engine imported torch
@@ -97,17 +107,15 @@ def serve(world: WorldSettings, seat: Seat) -> None:
     store = _get_default_store()
     number = 0
     while True:
-        try:
-            store.wait([_key(number)], _PEEK)
-        except RuntimeError as error:  # what a store raises at its time limit, and when it is gone
-            if "timeout" in str(error).lower() or "timed out" in str(error).lower():
-                continue
-            logger.info("the world has ended: %s", error)
+        # Looked at, not waited for: a wait has a time limit, and complains in the log when a quiet hour reaches it.
+        while not store.check([_key(number)]):
+            time.sleep(_PEEK_SECONDS)
+        if store.get(_key(number)) == _END:
             return
         number += 1
         outcome = _run(engine, world, seat, None)
         if isinstance(outcome, Failure):
-            raise RuntimeError(f"rank {seat.rank} failed:\n{outcome.text}")
+            raise RankFailedError(f"rank {seat.rank} failed:\n{outcome.text}")
 
 
 def seat_of_launcher() -> tuple[int, Seat] | None:
@@ -148,16 +156,23 @@ def _run(engine: "TrainingEngine", world: WorldSettings, seat: Seat, plan: StepP
 _told = 0
 
 
+def _tell(word: bytes) -> None:
+    """Rank 0 says what comes next to the ranks that look at the store."""
+    from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415 - the engine imported torch
+
+    global _told  # noqa: PLW0603 - counts the words of this process's one world
+    with suppress(RuntimeError):  # the store is gone, and so are those who look at it
+        _get_default_store().set(_key(_told), word.decode())
+    _told += 1
+
+
 def _shared(world: WorldSettings, seat: Seat, plan: StepPlan | None) -> StepPlan:
     """The plan at every rank."""
     if world.size > 1:
         import torch  # noqa: PLC0415 - the engine imported it
 
         if seat.rank == 0:
-            # Ranks without a pipe wait for this.
-            global _told  # noqa: PLW0603 - counts the plans of this process's one world
-            torch.distributed.distributed_c10d._get_default_store().set(_key(_told), "1")
-            _told += 1
+            _tell(_RUN)
         box: list[StepPlan | None] = [plan]
         torch.distributed.broadcast_object_list(box, src=0)
         (plan,) = box

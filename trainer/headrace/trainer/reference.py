@@ -29,7 +29,7 @@ def as_reference(
     reference: KlReference,
     base: BaseSource,
     trainable: Trainable,
-    model: Any,
+    model: Any,  # noqa: ANN401 - a transformers model, untyped
     adaptation: WeightsFormat,
 ) -> Iterator[None]:
     """Compute with the reference's weights while inside. Called by all ranks; folders are rank 0's.

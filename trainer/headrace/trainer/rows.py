@@ -91,6 +91,8 @@ class PackedUpdate:
     """In each micro step a row for each rank; None where a rank has none left: it makes a pass of weight zero."""
     capacity: int
     """Tokens that a row may hold."""
+    trajectories: int = 0
+    """Rollouts that train in it."""
 
     @property
     def rows(self) -> Iterator[PackedRow]:
