@@ -172,22 +172,21 @@ def _spread(bins: _Bins, first: int, rest: list[int], of: _Items) -> list[int]:
     targets = _targets(bins, first, rest, of)
     below = [(bins.costs[b] - target, b) for b, target in enumerate(targets, first)]
     heapq.heapify(below)
-    least = np.minimum.accumulate(np.array(of.tokens)[rest][::-1])[::-1].tolist()
+    parked: list[tuple[int, float, int]] = []  # bins too full for an item, most room first, until one comes that fits
     left = []
-    for item, smallest in zip(rest, least, strict=True):
-        aside = []
-        while below and bins.tokens[below[0][1]] + of.tokens[item] > of.capacity:
-            entry = heapq.heappop(below)
-            if bins.tokens[entry[1]] + smallest <= of.capacity:  # or nothing that is left fits it
-                aside.append(entry)
+    for item in rest:
+        tokens = of.tokens[item]
+        while parked and -parked[0][0] >= tokens:
+            heapq.heappush(below, heapq.heappop(parked)[1:])
+        while below and bins.tokens[below[0][1]] + tokens > of.capacity:
+            gap, b = heapq.heappop(below)
+            heapq.heappush(parked, (bins.tokens[b] - of.capacity, gap, b))
         if below:
             gap, b = below[0]
             bins.put(item, b, of)
             heapq.heapreplace(below, (gap + of.costs[item], b))
         else:
             left.append(item)
-        for entry in aside:
-            heapq.heappush(below, entry)
     return left
 
 
