@@ -1,8 +1,9 @@
 """Building the prefix trees of a batch of groups: ours beside TRL's and AReaL's, on the same token ids.
 
 Rates are tokens of the sequences (shared ones counted for each) over wall time. Ours is measured to the end that the peers reach: the
-unique tokens, their positions, the segments, and for every sequence the column of each of its tokens. AReaL's function also makes a dense
-mask to count positions with, which is most of its time (of 15.5 s for the first case, the tries took 0.5 s). Ours is the median of the rounds; the peers, which take seconds, ran once.
+unique tokens, their positions, the segments, and for every sequence the column of each of its tokens. AReaL's function also makes a
+dense mask to count positions with, which is most of its time (of 15.5 s for the first case, its tries took 0.5 s). Ours is the median
+of the rounds; the peers, which take seconds, ran once.
 """
 
 import statistics
