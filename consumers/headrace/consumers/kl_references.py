@@ -15,7 +15,7 @@ from pathlib import Path
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions
 from headrace.core.reading import stream_to_end
-from headrace.core.store import ObjectNotFoundError, ObjectStore, fetch_folder
+from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError, ObjectStore, fetch_folder
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.state import StepRecord
 from headrace.schemas.weights import WeightsRef
@@ -61,7 +61,7 @@ class KlReferences:
         """The reference of the step that starts from `version`.
 
         Raises:
-            ReferenceMissingError: no such step, or its weights or the adapter are gone.
+            ReferenceMissingError: no such step, its weights or the adapter are gone or changed, or the adapter is not in our store.
             HeadraceError: Kafka or the store can't be reached.
         """
         if kl.adapter_uri is not None:
@@ -95,6 +95,8 @@ class KlReferences:
                 await asyncio.to_thread(fetch_folder, self._store, uri, digest, folder)
         except ObjectNotFoundError as error:
             raise ReferenceMissingError(f"the KL reference {uri} is gone: {error}") from error
+        except (InvalidKeyError, DigestMismatchError) as error:
+            raise ReferenceMissingError(f"the KL reference {uri} can't be used: {error}") from error
         # One reference a model is kept: a moving one would fill the disk.
         former = self._held.get(model_id)
         self._held[model_id] = folder

@@ -1,4 +1,4 @@
-"""Other processes: a child that ends with its parent, and whether one runs.
+"""Other processes: a child that ends with its parent, its name in `ps` and `top`, and whether one runs.
 
 Guarantees of `die_with`: on Linux the kernel kills the child at once, also in the middle of a computation. Gives up: elsewhere it ends
 at its next read of a pipe from the parent; and on Linux "the parent" is the thread that started the child: start it from one that lives
@@ -11,6 +11,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 
 
 def die_with(parent: int) -> None:
@@ -19,6 +20,12 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the call
             os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """Give this process a name of at most 15 characters that `ps`, `top` and the kernel's log show; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])
 
 
 def runs(pid: int) -> bool:

@@ -1,6 +1,7 @@
 """What is reported of a step, by name. Finite numbers only; what can't be computed is left out.
 
-Of the batch (`batch_metrics`): `groups`, `trajectories`, `groups_zero_variance`, `exceptions`; `reward_mean/std/min/max` (population, over
+Of the batch (`batch_metrics`): `groups`, `trajectories`, `groups_zero_variance`, `exceptions`, `trajectories_rejected` (members that
+their groups train without), `trajectories_truncated`; `reward_mean/std/min/max` (population, over
 all trajectories, also of groups without variance), `reward_deviation` (mean over groups of the deviation inside); `updates`, `micro_steps`,
 `rows`, `dummy_passes` (passes of weight zero, made where a rank had no row left); `sequences`, `trainable_tokens`, `tokens` (computed:
 a shared prefix counts once), `sequence_tokens` (without sharing), `sharing` (their ratio), `fill` (tokens over what the rows could
@@ -112,6 +113,8 @@ def batch_metrics(groups: Sequence[TokenizedGroup], updates: Sequence[PackedUpda
         "trajectories": len(rewards),
         "groups_zero_variance": sum(bool(group.trajectories) and group.zero_variance for group in groups),
         "exceptions": sum(group.exceptions for group in groups),
+        "trajectories_rejected": sum(len(group.rejected) for group in groups),
+        "trajectories_truncated": sum(group.truncated for group in groups),
         "updates": len(updates),
         "micro_steps": len(micro_steps),
         "rows": len(rows),

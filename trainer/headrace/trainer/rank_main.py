@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Literal
 
 from headrace.core.errors import HeadraceError
-from headrace.core.processes import die_with
+from headrace.core.processes import die_with, name_process
 from headrace.trainer.plan import BaseSource, StepPlan, StepResult
 from headrace.trainer.world import Seat, WorldSettings
 
@@ -69,6 +69,7 @@ def main(pipe: Connection, world: WorldSettings, seat: Seat, parent: int) -> Non
         parent: The worker's process id.
     """
     die_with(parent)
+    name_process(f"headrace-rank-{seat.rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine = _engine(world, seat)
     lock = threading.Lock()
