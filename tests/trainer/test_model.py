@@ -189,7 +189,7 @@ def test_lora_weights_load_over_the_base_and_give_the_trained_model(tiny: BaseSo
     assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     loaded = PeftModel.from_pretrained(load_base(tiny), str(folder)).eval()
     ids = torch.arange(10)[None]
-    trained = engine._loaded.model.eval()
+    trained = engine._resident._loaded.model.eval()
     with torch.no_grad():
         trained.set_attn_implementation("sdpa")
         torch.testing.assert_close(loaded(ids).logits, trained(ids).logits)

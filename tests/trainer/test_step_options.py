@@ -161,6 +161,35 @@ def test_a_reference_without_the_file_that_is_needed_is_refused(engine: Training
         )
 
 
+def published_adapter(engine: TrainingEngine, make_plan: Plans) -> Path:
+    """The folder of the adapter that a step made."""
+    plan = make_plan(adaptation="lora", attempt="reference")
+    engine.run(plan)
+    return Path(plan.out_dir, "weights")
+
+
+def test_a_reference_adapter_of_another_scale_is_refused(engine: TrainingEngine, make_plan: Plans):
+    """Its tensors fit, but the model would multiply them by a number that they were not trained with."""
+    folder = published_adapter(engine, make_plan)
+    path = folder / "adapter_config.json"
+    config = TrainConfig(kl_penalty_coef=0.1)
+    path.write_text(path.read_text().replace('"lora_alpha": 8', '"lora_alpha": 64'))
+    with pytest.raises(HeadraceError, match=r"lora_alpha is 64 in the KL reference adapter_config\.json, the model's is 8"):
+        engine.run(make_plan(adaptation="lora", config=config, reference=KlReference(kind="weights", folder=str(folder))))
+
+
+def test_a_truncated_reference_adapter_is_refused_by_name(engine: TrainingEngine, make_plan: Plans):
+    folder = published_adapter(engine, make_plan)
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(HeadraceError, match=r"the KL reference adapter_model\.safetensors can't be read, it may be truncated"):
+        engine.run(
+            make_plan(
+                adaptation="lora", config=TrainConfig(kl_penalty_coef=0.1), reference=KlReference(kind="weights", folder=str(folder))
+            )
+        )
+
+
 def test_kl_from_the_sampler_fills_missing_log_probabilities_with_the_learners(engine: TrainingEngine, make_plan: Plans):
     groups = (group([0, 1], [sequence([1, 2], [3, 4], [-1.0, math.nan]), sequence([1, 2], [5, 6], [-2.0, -3.0])]),)
     config = TrainConfig(learning_rate=1e-3, kl_penalty_coef=0.5, kl_penalty_source="sample")
@@ -188,6 +217,31 @@ def test_recomputed_log_probabilities_anchor_the_ratio_at_the_learner_before_the
     several = config.model_copy(update={"learning_rate": 1e-2, "packed_sequence_length": 32, "grad_accumulation_sequences": 1})
     metrics = engine.run(make_plan(config=several)).metrics
     assert metrics["ratio_max"] > 1.001
+
+
+def test_an_update_that_leaves_float32_is_not_taken(engine: TrainingEngine, make_plan: Plans):
+    """A finite gradient does not mean finite weights: weight decay alone may overflow."""
+    plan = make_plan(weight_decay=1e300)
+    with pytest.raises(HeadraceError, match="infinite or NaN: lower the learning rate or the weight decay"):
+        engine.run(plan)
+    assert not any(Path(plan.out_dir, "snapshot").iterdir())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"epsilon": 1e9, "epsilon_high": 1e9, "kimi_k2_tau": 1e6, "max_negative_advantage_importance_sampling_weight": 1e9},
+        {"ppo": True, "epsilon": 1e9, "epsilon_high": 1e9, "kimi_k2_tau": -1e6},
+        {"truncated_importance_sampling": 1e9, "precalculate_logprobs": True, "kl_penalty_coef": 1e6},
+        {"kl_loss_coef": 1e6},
+        {"loss_aggregation": "constant_norm", "loss_aggregation_constant": 1e-6},
+        {"loss_aggregation": "constant_norm", "loss_aggregation_constant": 1e12, "grad_accumulation_sequences": 1},
+    ],
+)
+def test_a_step_is_finite_at_the_ends_of_what_a_config_may_say(engine: TrainingEngine, make_plan: Plans, config: dict[str, object]):
+    result = engine.run(make_plan(config=TrainConfig.model_validate({"packed_sequence_length": 32} | config), reference=BASE))
+    assert result.loss is not None
+    assert math.isfinite(result.loss)
 
 
 def sft_groups(count: int) -> tuple[object, ...]:

@@ -159,7 +159,6 @@ class StepRunner:
             lane=self._lane,
             offsets=offset_ranges([waiting.offset for waiting in batch.groups]),
             groups=len(batch.groups),
-            refusals=dict(Counter(event.reason for event in run.rejected)),
             cut=batch.cut,
             config=plan.config,
             config_digest=sha256(orjson.dumps(plan.config.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)).hexdigest(),

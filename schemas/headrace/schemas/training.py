@@ -19,6 +19,12 @@ RateSchedule = Literal["constant", "linear", "cosine"]
 KL_REFERENCES = ("kl_penalty_reference_step", "kl_penalty_step_lag", "kl_ref_adapter_path")
 
 
+# A ratio is at most e^20 = 4.9e8 (`headrace.trainer.loss`): no bound above this does anything, and float32 holds it.
+_LARGEST_RATIO = 1e9
+# Advantages are of the order of 1: what is far beyond it would only overflow float32 in the middle of a step.
+_LARGEST_COEFFICIENT = 1e6
+
+
 class TrainConfig(Open):
     """`experimental_config` of a training job (union of all published revisions); units and defaults in each field."""
 
@@ -27,19 +33,26 @@ class TrainConfig(Open):
     )
     ppo: bool | None = Field(default=None, description="true: PPO's clipped surrogate; false: CISPO")
     loss_fn: Literal["cispo", "ppo"] | None = Field(default=None, description="newer name for ppo")
-    epsilon: float | None = Field(default=None, ge=0, description="ratio's lower bound is 1 - epsilon; ppo 0.2, cispo 1.0")
+    epsilon: float | None = Field(
+        default=None, ge=0, le=_LARGEST_RATIO, description="ratio's lower bound is 1 - epsilon; ppo 0.2, cispo 1.0"
+    )
     epsilon_high: float | None = Field(
         default=None,
         ge=0,
+        le=_LARGEST_RATIO,
         description="ratio's upper bound is 1 + epsilon_high; absent: ppo epsilon, cispo 4.0; explicit null: epsilon",
     )
     importance_sampling_level: Literal["token", "sequence", "average", "geometric_average"] | None = None
     max_negative_advantage_importance_sampling_weight: float | None = Field(
-        default=None, ge=0, description="cap on the ratio where the advantage is negative; 0 or null: off"
+        default=None, ge=0, le=_LARGEST_RATIO, description="cap on the ratio where the advantage is negative; 0 or null: off"
     )
     mask_prob_ratio: bool | None = Field(default=None, description="a ratio outside the clip range weighs nothing")
-    kimi_k2_tau: float | None = Field(default=None, description="A - tau * (new - old), detached; 0 or null: off")
-    kl_penalty_coef: float | None = Field(default=None, ge=0, description="coefficient of the KL change of advantages; 0")
+    kimi_k2_tau: float | None = Field(
+        default=None, ge=-_LARGEST_COEFFICIENT, le=_LARGEST_COEFFICIENT, description="A - tau * (new - old), detached; 0 or null: off"
+    )
+    kl_penalty_coef: float | None = Field(
+        default=None, ge=0, le=_LARGEST_COEFFICIENT, description="coefficient of the KL change of advantages; 0"
+    )
     kl_penalty_source: Literal["current_learner", "sample"] | None = Field(
         default=None, description="whose log-probabilities are compared with the reference; current_learner"
     )
@@ -61,7 +74,7 @@ class TrainConfig(Open):
     packed_sequence_length: int | None = Field(default=None, ge=8, le=1 << 20, description="tokens in a packed row")
     logprob_calculation_chunk_size: int | None = Field(default=None, ge=1)
     precalculate_logprobs: bool | None = None
-    truncated_importance_sampling: float | None = Field(default=None, ge=0)
+    truncated_importance_sampling: float | None = Field(default=None, ge=0, le=_LARGEST_RATIO)
     allow_training_without_logprobs: bool | None = None
     plot_tensors: bool | None = None
     grad_accumulation_sequences: int | None = Field(
@@ -72,12 +85,14 @@ class TrainConfig(Open):
         description="how token losses become one number; a sequence is a rollout, all its histories together. "
         "sequence_mean_token_mean, as the reference service weighs",
     )
-    loss_aggregation_constant: float | None = Field(default=None, gt=0, description="tokens that constant_norm divides a sequence's sum by")
+    loss_aggregation_constant: float | None = Field(
+        default=None, ge=1e-6, le=1e12, description="tokens that constant_norm divides a sequence's sum by"
+    )
     rescale_advantages: bool | None = Field(
         default=None, description="scale advantages so that the batch's weighted mean of |A| is 1, as the reference service does; true"
     )
     kl_loss_coef: float | None = Field(
-        default=None, ge=0, description="coefficient of the k3 estimate of KL to the reference, in the loss; 0"
+        default=None, ge=0, le=_LARGEST_COEFFICIENT, description="coefficient of the k3 estimate of KL to the reference, in the loss; 0"
     )
 
     @field_validator("kl_ref_adapter_path")
@@ -131,7 +146,8 @@ class LoraSettings(Record):
     alpha: int = Field(default=32, ge=1)
     dropout: Literal[0] = 0
     """Only 0: dropout would make a replay depend on the packing."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    target_modules: Literal["all-linear"] | Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = "all-linear"
+    """Names of linear layers, as `q_proj` for those of all blocks or `layers.0.self_attn.q_proj` for one."""
 
 
 def _check_min_rate(schedule: RateSchedule, min_rate_ratio: float) -> None:
@@ -144,7 +160,8 @@ class OptimizerSettings(Record):
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.99, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
+    eps: float = Field(default=1e-8, ge=1e-30)
+    """Smaller numbers are 0 in float32, and a weight without gradient would become 0 / 0."""
     weight_decay: float = Field(default=0.1, ge=0)
     max_grad_norm: float = Field(default=0.1, gt=0)
     warmup_updates: int = Field(default=0, ge=0)

@@ -20,41 +20,24 @@ import torch
 
 from headrace.core.errors import HeadraceError
 from headrace.schemas.state import Fingerprint, TrainingScalars
-from headrace.schemas.training import ModelSettings
 from headrace.trainer.batches import RowShape, policy_updates, sft_options, sft_updates
-from headrace.trainer.deepspeed_setup import device, join_world, start_engine
-from headrace.trainer.forward import Scorer
+from headrace.trainer.deepspeed_setup import device, join_world
 from headrace.trainer.learning_rate import sft_rate, update_rate
 from headrace.trainer.metrics import TokenStats, batch_metrics, peak_memory, token_metrics
-from headrace.trainer.model import adapt, load_base, self_test, trainable_parameters
 from headrace.trainer.options import StepOptions, resolve
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
 from headrace.trainer.reference import as_reference
+from headrace.trainer.resident import Loaded, Resident
 from headrace.trainer.reward_trend import add, multiplier, reward_deviation
 from headrace.trainer.rows import PackedUpdate
-from headrace.trainer.shards import Trainable
-from headrace.trainer.training_state import load_state, save_state
+from headrace.trainer.training_state import save_state
 from headrace.trainer.update import PerRow, Updated, Updater, UpdateSettings, joined, without_dropout
-from headrace.trainer.weights_out import WeightsWriter
 from headrace.trainer.world import Seat, WorldSettings
 
 logger = logging.getLogger(__name__)
 
 # Tokens of one row: their activations live until its backward. 2,048 tokens of a 135M model in float32 are about 4 GiB.
 TOKENS = {"cpu": 2_048, "cuda": 16_384}
-
-
-@dataclass(slots=True, kw_only=True)
-class _Loaded:
-    """A model on the device."""
-
-    base: BaseSource
-    settings: ModelSettings
-    model: Any
-    """As transformers and peft made it, below DeepSpeed's engine."""
-    trainable: Trainable
-    writer: WeightsWriter
-    scorer: Scorer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,9 +67,7 @@ class TrainingEngine:
         self._threads = self._world.threads or max(1, (os.cpu_count() or 1) // self._world.size)
         torch.set_num_threads(self._threads)
         join_world(self._world, self._seat)
-        self._loaded: _Loaded | None = None
-        self._resident: StateKey | None = None
-        self._preloaded: tuple[BaseSource, Any] | None = None
+        self._resident = Resident(self._world)
         self._warned: set[tuple[str, str]] = set()
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -100,7 +81,7 @@ class TrainingEngine:
             return self._run(plan)
         except BaseException:
             # Half a step leaves weights, moments and gradients that nobody knows: the next plan starts from files.
-            self._loaded = self._resident = None
+            self._resident.drop()
             raise
 
     def _run(self, plan: StepPlan) -> StepResult:
@@ -108,7 +89,7 @@ class TrainingEngine:
         clock = _Clock(began=began, phases={})
         options = resolve(plan.config) if plan.sft is None else sft_options(resolve(plan.config))
         self._warn(plan.state.model_id, options)
-        loaded = self._at(plan)
+        loaded = self._resident.at(plan)
         seed = seed_of(plan)
         torch.manual_seed(seed)
         clock.lap("prepare")
@@ -119,7 +100,7 @@ class TrainingEngine:
         clock.lap("update")
         key = StateKey(model_id=plan.state.model_id, incarnation=plan.state.incarnation, step=plan.state.step + 1, attempt=plan.attempt)
         self._write(loaded, plan, options, updates, key)
-        self._resident = key
+        self._resident.is_now(key)
         clock.lap("write")
         loss = sum(updated.loss for updated in done) / len(done) if done else None
         norm = max((updated.grad_norm for updated in done), default=None)
@@ -157,7 +138,7 @@ class TrainingEngine:
                 self._warned.add((model_id, warning))
                 logger.warning("model %s: %s", model_id, warning)
 
-    def _updates(self, plan: StepPlan, options: StepOptions, loaded: _Loaded, seed: int) -> list[PackedUpdate]:
+    def _updates(self, plan: StepPlan, options: StepOptions, loaded: Loaded, seed: int) -> list[PackedUpdate]:
         shape = RowShape(
             tokens=self._world.tokens_per_pass or TOKENS[device().type], ranks=self._world.size, alone=loaded.scorer.width is None
         )
@@ -166,7 +147,7 @@ class TrainingEngine:
         return policy_updates(plan.groups, options, shape, plan.state.step)
 
     def _train(
-        self, loaded: _Loaded, plan: StepPlan, options: StepOptions, updates: Sequence[PackedUpdate], clock: _Clock
+        self, loaded: Loaded, plan: StepPlan, options: StepOptions, updates: Sequence[PackedUpdate], clock: _Clock
     ) -> tuple[list[Updated], list[float]]:
         """All updates of the step, and the rate of each."""
         if not updates:
@@ -225,8 +206,7 @@ class TrainingEngine:
 
     def preload(self, base: BaseSource) -> None:
         """Load a base model that the first plan will need; another base drops it."""
-        if self._loaded is None:
-            self._preloaded = (base, load_base(base))
+        self._resident.preload(base)
 
     def fingerprint(self) -> Fingerprint:
         """The environment."""
@@ -242,44 +222,7 @@ class TrainingEngine:
             zero_stage=self._world.zero_stage,
         )
 
-    def _at(self, plan: StepPlan) -> _Loaded:
-        """The model in the state that the plan starts from."""
-        loaded = self._loaded
-        fits = loaded is not None and (loaded.base, loaded.settings) == (plan.base, plan.settings)
-        if loaded is not None and fits and plan.state == self._resident:
-            return loaded
-        if plan.state.step > 0 and plan.load_from is None:
-            raise HeadraceError(
-                f"the plan starts from {plan.state}, which this rank does not hold ({self._resident}), and brings no snapshot"
-            )
-        if loaded is None or not fits or plan.state.step == 0:
-            loaded = self._load(plan)
-        self._resident = None
-        if plan.load_from is not None:
-            load_state(Path(plan.load_from), plan.state, loaded.trainable)
-        return loaded
-
-    def _load(self, plan: StepPlan) -> _Loaded:
-        self._loaded = self._resident = None  # frees the memory of the former model first
-        preloaded, self._preloaded = self._preloaded, None
-        base = preloaded[1] if preloaded is not None and preloaded[0] == plan.base else load_base(plan.base)
-        torch.manual_seed(plan.settings.seed)  # LoRA's first factor is random
-        model = adapt(base, plan.settings).to(device())
-        scorer = self_test(model)
-        if self._world.activation_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        parameters = trainable_parameters(model)
-        settings = plan.settings.optimizer
-        optimizer = torch.optim.AdamW(
-            list(parameters.values()), lr=0.0, betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=settings.weight_decay
-        )
-        writer = WeightsWriter(model, plan.base, plan.settings.adaptation)
-        engine = start_engine(model, optimizer, settings.max_grad_norm, self._world)
-        trainable = Trainable(engine=engine, optimizer=optimizer, parameters=parameters, zero_stage=self._world.zero_stage)
-        self._loaded = _Loaded(base=plan.base, settings=plan.settings, model=model, trainable=trainable, writer=writer, scorer=scorer)
-        return self._loaded
-
-    def _write(self, loaded: _Loaded, plan: StepPlan, options: StepOptions, updates: Sequence[PackedUpdate], key: StateKey) -> None:
+    def _write(self, loaded: Loaded, plan: StepPlan, options: StepOptions, updates: Sequence[PackedUpdate], key: StateKey) -> None:
         out_dir = Path(plan.out_dir)
         # Rank 0 writes; the others take part in gathering what is sharded.
         if self._seat.rank == 0:

@@ -47,7 +47,11 @@ def load_base(base: BaseSource) -> Any:  # noqa: ANN401 - a transformers model, 
 
 
 def adapt(model: Any, settings: ModelSettings) -> Any:  # noqa: ANN401 - a transformers model, untyped
-    """The model with what trains: all parameters, or LoRA adapters over frozen ones."""
+    """The model with what trains: all parameters, or LoRA adapters over frozen ones.
+
+    Raises:
+        BaseModelError: `lora.target_modules` names what is not there or is no linear layer, or peft can't adapt this architecture.
+    """
     if settings.adaptation == "full":
         model.requires_grad_(True)
         return model
@@ -55,13 +59,31 @@ def adapt(model: Any, settings: ModelSettings) -> Any:  # noqa: ANN401 - a trans
 
     lora: LoraSettings = settings.lora
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    adapted = get_peft_model(
-        model,
-        LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets, bias="none", task_type="CAUSAL_LM"),
-    )
+    if isinstance(targets, list):
+        _check_targets(model, targets)
+    config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets, bias="none", task_type="CAUSAL_LM")
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise BaseModelError(f"base model {settings.base_model!r} can't be adapted: {error}") from error
     # The catalogue's name, not this machine's folder: equal training gives equal files on every machine.
     adapted.peft_config["default"].base_model_name_or_path = settings.base_model
     return adapted
+
+
+def _check_targets(model: Any, targets: list[str]) -> None:  # noqa: ANN401 - untyped
+    """Peft takes what it finds, so that a misspelt name among others would go unseen."""
+    from transformers.pytorch_utils import Conv1D  # noqa: PLC0415 - GPT-2's linear layer
+
+    modules = dict(model.named_modules())
+    linear = {name: module for name, module in modules.items() if isinstance(module, (torch.nn.Linear, Conv1D))}
+    for target in targets:
+        # As peft matches: the whole name, or its end.
+        found = [name for name in modules if name == target or name.endswith(f".{target}")]
+        if not found or not linear.keys() >= set(found):
+            names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            fault = f"is a {type(modules[found[0]]).__name__}" if found else "is not there"
+            raise BaseModelError(f"lora.target_modules: {target!r} {fault}; the base model's linear layers are {names}")
 
 
 def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:  # noqa: ANN401 - a transformers model, untyped

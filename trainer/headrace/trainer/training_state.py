@@ -1,7 +1,8 @@
 """Training state on disk: what trains and Adam's moments, in safetensors, with the identity of the state beside them.
 
 Guarantees: `load_state` restores exactly what `save_state` wrote, bit for bit, whatever number of ranks or ZeRO stage wrote it; a file
-that does not fit the model is refused with the name that does not fit. Rank 0 reads and writes; the others need no files. Gives up:
+that does not fit the model is refused with the name that does not fit, and weights that are not finite are never written: no version
+could follow them. Rank 0 reads and writes; the others need no files. Gives up:
 writing from several ranks at once.
 """
 
@@ -26,9 +27,20 @@ class SnapshotError(HeadraceError):
     """A snapshot that does not fit: another model's, another state's, or damaged."""
 
 
+class DivergedError(HeadraceError):
+    """An update left float32's range."""
+
+
 def save_state(folder: Path, key: StateKey, trainable: Trainable) -> None:
-    """Write a state into an existing folder. Called by all ranks."""
+    """Write a state into an existing folder. Called by all ranks.
+
+    Raises:
+        DivergedError: a weight is infinite or NaN.
+    """
     parameters, moments = trainable.training_tensors()
+    bad = next((name for name, tensor in parameters.items() if not bool(tensor.isfinite().all())), None)
+    if bad is not None:
+        raise DivergedError(f"the update made {bad} infinite or NaN: lower the learning rate or the weight decay; the step is not taken")
     if torch.distributed.get_rank() != 0:
         return
     save_file(parameters, folder / PARAMETERS)

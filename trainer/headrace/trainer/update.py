@@ -167,7 +167,7 @@ def without_dropout(module: Any, *, recompute: bool) -> None:  # noqa: ANN401 - 
     for part in module.modules():
         if isinstance(part, torch.nn.modules.dropout._DropoutNd):
             part.eval()
-        if hasattr(part, "attention_dropout"):
+        if isinstance(getattr(part, "attention_dropout", None), float):
             part.attention_dropout = 0.0
 
 
