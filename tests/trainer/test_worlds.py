@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
-from tests.trainer.tiny import ONE_THREAD, random_groups
+from tests.trainer.tiny import ONE_THREAD, group, random_groups, sequence
 
 from headrace.schemas.training import TrainConfig
 from headrace.trainer.engine import TrainingEngine
@@ -208,13 +209,36 @@ def test_offload_and_activation_checkpointing_change_no_weight(make_plan: Plans)
         assert furthest(other[1], plain[1]) < 1e-6, name
 
 
-def test_fewer_rows_than_ranks_still_train(make_plan: Plans):
-    """Ranks without a row make a pass of weight zero; here one world plans for four and runs as one of them would."""
-    groups = random_groups(3, groups=1, rollouts=2)
-    one = make_plan(groups=groups, attempt="one")
-    result = TrainingEngine(ONE_THREAD).run(one)
-    assert result.metrics["dummy_passes"] == 0
-    assert result.updates == 1
+@pytest.mark.slow
+def test_a_rank_without_a_row_makes_a_pass_of_weight_zero(two_ranks: tuple[Stage, RankWorld], make_plan: Plans):
+    """Three rows for two ranks: the second rank has nothing in the second micro step."""
+    _, world = two_ranks
+    rng = np.random.default_rng(0)
+    sequences = [
+        sequence(rng.integers(0, 256, 12).tolist(), rng.integers(0, 256, 10).tolist(), (-rng.random(10)).tolist()) for _ in range(3)
+    ]
+    groups = (group([0.0, 1.0, 0.25], sequences),)
+    together, alone = (make_plan(groups=groups, config=SMALL_ROWS, attempt=attempt, eps=EPS) for attempt in ("together", "alone"))
+    result = world.run(together)
+    assert (result.num_sequences, result.metrics["dummy_passes"]) == (3, 1)
+    TrainingEngine(ONE_THREAD).run(alone)
+    assert furthest(together, alone) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_large_plan_does_not_wait_for_a_rank_that_is_stopped(make_plan: Plans):
+    """Larger than a pipe takes at once, to a rank that reads nothing."""
+    world = RankWorld(WorldSettings(threads=1, silence_seconds=2))
+    world.start()
+    try:
+        world.run(make_plan())
+        pid = world.pids[0]
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RankDiedError, match="no sign of life"):
+            world.run(make_plan(groups=random_groups(0, groups=400, rollouts=8)))
+    finally:
+        world.close()
 
 
 @pytest.mark.slow

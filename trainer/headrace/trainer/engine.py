@@ -64,7 +64,8 @@ class TrainingEngine:
     def __init__(self, world: WorldSettings | None = None, seat: Seat | None = None) -> None:
         self._world = world or WorldSettings()
         self._seat = seat or Seat()
-        self._threads = self._world.threads or max(1, (os.cpu_count() or 1) // self._world.size)
+        beside = int(os.environ.get("LOCAL_WORLD_SIZE", self._world.size))  # ranks on this machine, as a launcher says it
+        self._threads = self._world.threads or max(1, (os.cpu_count() or 1) // beside)
         torch.set_num_threads(self._threads)
         join_world(self._world, self._seat)
         self._resident = Resident(self._world)

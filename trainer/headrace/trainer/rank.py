@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -103,9 +104,11 @@ class RankWorld:
             StepFailedError: it raised. A world of one rank lives on; a larger one has ended.
             RankDiedError: a rank is gone, or hung; the world has ended.
         """
+        # From a thread of its own: a rank that is stopped, or that still waits for another to start, reads no plan, and a large one does
+        # not fit into the pipe.
+        sending = threading.Thread(target=self._send, args=(plan,), name="headrace-plan", daemon=True)
+        sending.start()
         try:
-            for rank, pipe in enumerate(self._pipes):
-                pipe.send(("run", plan if rank == 0 else None))
             return self._result()
         except (OSError, EOFError):
             raise self._died() from None
@@ -113,6 +116,13 @@ class RankWorld:
             if self._broken:
                 self.kill()
             raise
+        finally:
+            sending.join(_STOP_SECONDS)  # at once: the result is here, or who should have read the plan is not
+
+    def _send(self, plan: StepPlan) -> None:
+        with contextlib.suppress(OSError):  # a rank is gone: the end of its pipe says so to who waits for the result
+            for rank, pipe in enumerate(self._pipes):
+                pipe.send(("run", plan if rank == 0 else None))
 
     def _result(self) -> StepResult:
         heard = dict.fromkeys(range(len(self._pipes)), time.monotonic())

@@ -23,7 +23,7 @@ from headrace.trainer.weights_out import ADAPTER, WHOLE, WeightsFormat
 
 CONFIG = "adapter_config.json"
 # What peft multiplies an adapter's product by depends on these: its tensors alone do not tell.
-_SCALE = {"r": None, "lora_alpha": None, "use_rslora": False, "alpha_pattern": {}, "rank_pattern": {}}
+_SCALE: dict[str, object] = {"r": None, "lora_alpha": None, "use_rslora": False, "alpha_pattern": {}, "rank_pattern": {}}
 
 
 class KlReferenceError(HeadraceError):
