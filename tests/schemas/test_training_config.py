@@ -6,7 +6,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from headrace.schemas.training import BatchPolicy, ModelSettings, OptimizerSettings, SftConfig, TrainConfig
+from headrace.schemas.training import BatchPolicy, LoraSettings, ModelSettings, OptimizerSettings, SftConfig, TrainConfig
 
 CLASSES: dict[str, type[BaseModel]] = {c.__name__: c for c in (TrainConfig, OptimizerSettings, BatchPolicy, ModelSettings, SftConfig)}
 
@@ -144,3 +144,35 @@ def test_values_outside_of_their_range_are_refused_by_name(which: str, field: st
     with pytest.raises(ValidationError) as caught:
         CLASSES[which].model_validate({field: value})
     assert {error["loc"][0] for error in caught.value.errors()} == {field}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("epsilon", 1e10),
+        ("epsilon_high", 1e300),
+        ("max_negative_advantage_importance_sampling_weight", 1e300),
+        ("truncated_importance_sampling", 1e300),
+        ("kimi_k2_tau", 1e30),
+        ("kimi_k2_tau", -1e30),
+        ("kl_penalty_coef", 1e300),
+        ("kl_loss_coef", 1e300),
+        ("loss_aggregation_constant", 5e-324),
+        ("loss_aggregation_constant", 1e300),
+    ],
+)
+def test_a_number_that_float32_could_not_compute_with_is_refused_by_name(field: str, value: float):
+    aggregation = {"loss_aggregation": "constant_norm"} if field == "loss_aggregation_constant" else {}
+    with pytest.raises(ValidationError, match=field):
+        TrainConfig.model_validate({field: value} | aggregation)
+
+
+def test_an_optimizer_whose_eps_is_zero_in_float32_is_refused():
+    with pytest.raises(ValidationError, match="eps"):
+        OptimizerSettings(eps=1e-46)
+
+
+@pytest.mark.parametrize("targets", [[], [""], ["q_proj", ""]])
+def test_lora_without_a_target_is_refused(targets: list[str]):
+    with pytest.raises(ValidationError, match="target_modules"):
+        LoraSettings.model_validate({"target_modules": targets})

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tests.trainer.tiny import ONE_THREAD, families
 
-from headrace.schemas.training import ModelSettings
+from headrace.schemas.training import LoraSettings, ModelSettings
 from headrace.trainer.engine import TrainingEngine
 from headrace.trainer.forward import RowTensors, logits_at
 from headrace.trainer.model import BaseModelError, adapt, load_base, self_test
@@ -30,6 +30,7 @@ Bases = Callable[..., BaseSource]
         # Soft caps inside the attention: its own attention, one sequence a row.
         ("gemma2", {"final_logit_softcapping": 3.0, "sliding_window": 4, "query_pre_attn_scalar": 8}, False, False),
         ("gpt2", {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}, True, True),
+        ("bloom", {}, False, True),
     ],
 )
 def test_packed_rows_give_the_log_probabilities_of_one_sequence_at_a_time(
@@ -160,6 +161,11 @@ def test_dropout_is_off(make_base: Bases, make_plan: Callable[..., StepPlan]):
     assert losses[0] == losses[1]
 
 
+def test_a_model_whose_attention_dropout_is_a_module_trains(make_base: Bases, make_plan: Callable[..., StepPlan]):
+    result = TrainingEngine(ONE_THREAD).run(make_plan(base=make_base("bloom", attention_dropout=0.5)))
+    assert result.updates == 1
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_full_weights_are_a_base_model_folder(make_base: Bases, make_plan: Callable[..., StepPlan], *, tied: bool):
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds
@@ -209,6 +215,27 @@ def test_adapters_say_nothing_of_this_machine_and_are_equal_byte_for_byte(tiny: 
 def test_a_missing_folder_is_named(tmp_path: Path):
     with pytest.raises(BaseModelError, match="is no folder"):
         load_base(BaseSource(path=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize(
+    ("targets", "fault"),
+    [
+        (("nope",), "'nope' is not there; the base model's linear layers are down_proj, .*q_proj"),
+        (("q_proj", "v_prj"), "'v_prj' is not there"),
+        (("embed_tokens",), "'embed_tokens' is a Embedding"),
+        (("norm", "q_proj"), "'norm' is a Qwen3RMSNorm"),
+        (("mlp",), "'mlp' is a Qwen3MLP"),
+    ],
+)
+def test_a_target_that_is_no_linear_layer_is_refused_by_name(tiny: BaseSource, targets: tuple[str, ...], fault: str):
+    settings = ModelSettings(base_model="tiny", lora=LoraSettings(target_modules=targets))
+    with pytest.raises(BaseModelError, match=f"lora.target_modules: {fault}"):
+        adapt(load_base(tiny), settings)
+
+
+def test_an_architecture_that_peft_can_not_adapt_is_refused_with_its_name(make_base: Bases):
+    with pytest.raises(BaseModelError, match=r"base model 'm' can't be adapted: .*Mamba"):
+        adapt(load_base(make_base("mamba")), ModelSettings(base_model="m"))
 
 
 def test_lora_leaves_the_base_alone(tiny: BaseSource):

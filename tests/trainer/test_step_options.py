@@ -184,9 +184,7 @@ def test_a_truncated_reference_adapter_is_refused_by_name(engine: TrainingEngine
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(HeadraceError, match=r"the KL reference adapter_model\.safetensors can't be read, it may be truncated"):
         engine.run(
-            make_plan(
-                adaptation="lora", config=TrainConfig(kl_penalty_coef=0.1), reference=KlReference(kind="weights", folder=str(folder))
-            )
+            make_plan(adaptation="lora", config=TrainConfig(kl_penalty_coef=0.1), reference=KlReference(kind="weights", folder=str(folder)))
         )
 
 
