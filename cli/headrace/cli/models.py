@@ -43,6 +43,8 @@ def create(  # noqa: PLR0917 - typer passes them by name
     from headrace.core.settings import Settings  # noqa: PLC0415
     from headrace.trainer import presets  # noqa: PLC0415
 
+    if full and lora_rank is not None:
+        raise typer.BadParameter("it is of an adapter, but --full trains all parameters: leave one of them out", param_hint="--lora-rank")
     wanted = model_settings(
         settings,
         {

@@ -46,6 +46,8 @@ def produce(
     from headrace.core.settings import Settings  # noqa: PLC0415
     from headrace.producers import TrajectoryProducer  # noqa: PLC0415
 
+    if job_id is not None and not (job or sft):
+        raise typer.BadParameter("it names a job, but the groups go into the stream: add --job or --sft", param_hint="--job-id")
     examples = _sft_config(sft=sft, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate)
     if file != "-" and not Path(file).is_file():
         raise typer.BadParameter(f"{file} is no file", param_hint="FILE")

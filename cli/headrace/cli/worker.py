@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -10,7 +10,7 @@ from headrace.core.settings import Settings, WorkerSettings
 
 
 def worker(
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(case_sensitive=False)] = "info",
     ranks: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks on this machine; worker.ranks of the settings.")] = None,
     zero_stage: Annotated[int | None, typer.Option(min=0, max=3, help="What DeepSpeed shards over the ranks; worker.zero_stage.")] = None,
 ) -> None:

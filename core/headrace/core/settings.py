@@ -99,7 +99,7 @@ class WorkerSettings(_Section):
     """Torch threads of a rank; 0: all cores, shared among the ranks of this machine."""
     ranks: int = Field(default=1, ge=1, le=1024)
     """Data-parallel ranks on this machine. Under torchrun or deepspeed the launcher's WORLD_SIZE counts instead."""
-    zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_stage: int = Field(default=0, ge=0, le=3)
     """DeepSpeed ZeRO: what is sharded over the ranks (1: optimizer, 2: and gradients, 3: and parameters)."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory (ZeRO 1 to 3)."""

@@ -20,9 +20,9 @@ KL_REFERENCES = ("kl_penalty_reference_step", "kl_penalty_step_lag", "kl_ref_ada
 
 
 # A ratio is at most e^20 = 4.9e8 (`headrace.trainer.loss`): no bound above this does anything, and float32 holds it.
-_LARGEST_RATIO = 1e9
+_LARGEST_RATIO = 10**9
 # Advantages are of the order of 1: what is far beyond it would only overflow float32 in the middle of a step.
-_LARGEST_COEFFICIENT = 1e6
+_LARGEST_COEFFICIENT = 10**6
 
 
 class TrainConfig(Open):
@@ -86,7 +86,7 @@ class TrainConfig(Open):
         "sequence_mean_token_mean, as the reference service weighs",
     )
     loss_aggregation_constant: float | None = Field(
-        default=None, ge=1e-6, le=1e12, description="tokens that constant_norm divides a sequence's sum by"
+        default=None, ge=0.001, le=10**12, description="tokens that constant_norm divides a sequence's sum by"
     )
     rescale_advantages: bool | None = Field(
         default=None, description="scale advantages so that the batch's weighted mean of |A| is 1, as the reference service does; true"

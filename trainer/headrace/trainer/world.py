@@ -1,7 +1,6 @@
 """How the ranks of a training world are arranged. Plain data, no torch: the worker's process reads it too."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +14,7 @@ class WorldSettings:
     """Ranks."""
     threads: int = 0
     """Torch threads of a rank; 0: its share of all cores. Part of the fingerprint: another number gives other bits."""
-    zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_stage: int = 0
     offload_optimizer: bool = False
     activation_checkpointing: bool = False
     tokens_per_pass: int = 0
