@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -78,7 +78,7 @@ async def learner(settings: Settings, name: str = "learner", *, max_policy_lag: 
 class WorkerProcess:
     """`headrace worker` as a process, configured through its environment as a user would."""
 
-    def __init__(self, settings: Settings, log: Path) -> None:
+    def __init__(self, settings: Settings, log: Path, launcher: Sequence[str] = (sys.executable, "-m", "headrace.cli")) -> None:
         self._log = log.open("ab")
         environment = os.environ | {
             "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": str(settings.kafka.bootstrap_servers),
@@ -87,9 +87,7 @@ class WorkerProcess:
             "HEADRACE_WORKER": settings.worker.model_dump_json(),
             "HEADRACE_BASE_MODELS": "{" + ",".join(f'"{k}":{v.model_dump_json()}' for k, v in settings.base_models.items()) + "}",
         }
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.cli", "worker"], env=environment, stdout=self._log, stderr=self._log, start_new_session=True
-        )
+        self.process = subprocess.Popen([*launcher, "worker"], env=environment, stdout=self._log, stderr=self._log, start_new_session=True)
 
     def kill(self) -> None:
         """SIGKILL, as an out-of-memory killer would."""

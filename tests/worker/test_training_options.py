@@ -1,5 +1,7 @@
 """Options of the trainer through the whole worker: references from the ledger, plots in the store, several ranks."""
 
+import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -109,11 +111,46 @@ async def test_the_scalars_of_a_model_go_on_from_step_to_step(shared: Settings) 
 
 
 def rank_of(worker: WorkerProcess, number: int) -> int:
-    """The process id of a rank, found by the name that it gave itself."""
-    tasks = Path(f"/proc/{worker.process.pid}/task").glob("*/children")
-    children = [int(pid) for task in tasks for pid in task.read_text().split()]
-    (rank,) = [pid for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == f"headrace-rank-{number}"]
+    """The process id of a rank below a worker, or below its launcher, found by the name that it gave itself."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+
+    def is_below(pid: int) -> bool:
+        while pid in parents and pid != worker.process.pid:
+            pid = parents[pid]
+        return pid == worker.process.pid
+
+    (rank,) = [pid for pid in parents if is_below(pid) and Path(f"/proc/{pid}/comm").read_text().strip() == f"headrace-rank-{number}"]
     return rank
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the rank by its name in /proc")
+async def test_a_worker_under_torchrun_is_rank_0_and_the_launcher_ends_all_ranks_when_one_is_lost(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """As across nodes: `torchrun --no-python headrace worker`. Only rank 0 talks to Kafka."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    log = tmp_path / "torchrun.log"
+    worker = WorkerProcess(settings, log, [*torchrun, "--no-python", sys.executable, "-m", "headrace.cli"])
+    try:
+        model = await learner(settings, "launched")
+        async with following(settings, model.model_id) as seen, TrajectoryProducer(settings, model_id=model.model_id) as producer:
+            for number in range(2):
+                await producer.submit_job([group(f"g{number}", seed=number)])
+            steps = await seen.until(StepRecord, 2)
+        assert [step.fingerprint.world_size for step in steps] == [2, 2]
+        # The rank below the worker: with it the worker ends, and torchrun ends the other one.
+        os.kill(rank_of(worker, 0), signal.SIGKILL)
+        async with TrajectoryProducer(settings, model_id=model.model_id) as producer:
+            await producer.submit_job([group("last")])
+        assert await asyncio.to_thread(worker.process.wait, 120) != 0
+    finally:
+        worker.close()
+        print(log.read_text()[-6000:])  # noqa: T201 - pytest shows it with a failure
 
 
 @pytest.mark.slow

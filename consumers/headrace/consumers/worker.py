@@ -16,8 +16,7 @@ from pathlib import Path
 from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.balancer import Balancer
 from headrace.consumers.lane import Lane
-from headrace.consumers.world import TrainerWorld
-from headrace.core.errors import HeadraceError
+from headrace.consumers.world import TrainerWorld, WorldLostError
 from headrace.core.kafka import client_options
 from headrace.core.processes import runs
 from headrace.core.settings import Settings
@@ -29,10 +28,6 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
 _WORK_PREFIX = "worker-"
-
-
-class WorldLostError(HeadraceError):
-    """Ranks that a launcher started are gone; it restarts all, this worker included."""
 
 
 class Worker:
@@ -89,7 +84,7 @@ class Worker:
             pool.close()
             await asyncio.to_thread(shutil.rmtree, self._settings.worker.work_dir, ignore_errors=True)
         if world.lost.is_set():
-            raise WorldLostError("a rank ended or hung in a world that a launcher started: all its ranks must be started anew")
+            raise WorldLostError
 
     async def _end_with(self, world: TrainerWorld) -> None:
         await world.lost.wait()

@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from headrace.core.errors import HeadraceError
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, fetch_folder
 from headrace.schemas.weights import WeightsRef
@@ -22,6 +23,13 @@ from headrace.trainer.rank_main import seat_of_launcher
 from headrace.trainer.world import WorldSettings
 
 logger = logging.getLogger(__name__)
+
+
+class WorldLostError(HeadraceError):
+    """Ranks that a launcher started are gone; it restarts all, this worker included."""
+
+    def __init__(self) -> None:
+        super().__init__("a rank ended or hung in a world that a launcher started: all its ranks must be started anew")
 
 
 class TrainerWorld:
@@ -63,6 +71,7 @@ class TrainerWorld:
         Raises:
             StepFailedError: the step raised.
             RankDiedError: a rank ended or hung; the next step gets a new world.
+            WorldLostError: under a launcher, an earlier step broke the world, or a rank ended between steps.
             HeadraceError: the snapshot can't be fetched.
         """
         asked = time.monotonic()
@@ -70,6 +79,9 @@ class TrainerWorld:
             logger.debug("step %d of %s waited %.3f s for its turn", plan.state.step + 1, plan.state.model_id, time.monotonic() - asked)
             load_from = await self._load_from(plan, snapshot)
             if not self._ranks.alive:
+                if self._launched:  # nobody's step is to blame
+                    self.lost.set()
+                    raise WorldLostError
                 await self._replace()
             self._resident = None
             running = asyncio.ensure_future(asyncio.to_thread(self._ranks.run, _with_load(plan, load_from)))
