@@ -60,8 +60,14 @@ def _range_of(part: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" if isinstance(value, str) else str(value) for value in values)
     word = {"number": "float", "integer": "int", "boolean": "bool", "string": "string"}[part["type"]]
     bounds = [("exclusiveMinimum", ">"), ("minimum", "≥"), ("exclusiveMaximum", "<"), ("maximum", "≤")]
-    said = [f"{sign} {part[key]}".replace("-", "−") for key, sign in bounds if key in part]
+    said = [f"{sign} {number(part[key])}" for key, sign in bounds if key in part]
     return " ".join([word, ", ".join(said)]).strip()
+
+
+def number(value: float) -> str:
+    """Powers of ten from 1e5 and below 1e-4 by their exponent."""
+    text = re.sub(r"^(-?1)(0{5,})$", lambda found: f"{found[1]}e{len(found[2])}", f"{value:.10g}")
+    return re.sub(r"^-", "−", text.replace("e-0", "e-").replace("e+", "e"))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def written(value: object) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
-    return re.sub(r"e-0", "e-", f"{value:g}") if isinstance(value, int | float) else str(value)
+    return number(value) if isinstance(value, int | float) else str(value)
 
 
 @pytest.mark.parametrize(

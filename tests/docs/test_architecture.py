@@ -1,0 +1,22 @@
+"""The architecture page names every file of the worker and of the trainer, and no file that is gone."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+@pytest.mark.parametrize("part", ["trainer", "consumers"])
+def test_every_file_of_a_part_is_named_and_no_other(part: str):
+    folder = ROOT / part / "headrace" / part
+    heading = {"trainer": "The trainer, file by file", "consumers": "The worker, file by file"}[part]
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"`(\w+\.py)`", section)) == {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+
+
+def test_every_file_that_the_page_links_is_there():
+    for link in re.findall(r"\]\(([^)#]+)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link
