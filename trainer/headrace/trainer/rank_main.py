@@ -100,7 +100,6 @@ def serve(world: WorldSettings, seat: Seat) -> None:
 
     Raises:
         RankFailedError: a plan failed; the launcher ends or restarts all ranks.
-        RuntimeError: the store is gone, and rank 0 with it.
     """
     engine = _engine(world, seat)
     from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415 - the engine imported torch
@@ -108,10 +107,15 @@ def serve(world: WorldSettings, seat: Seat) -> None:
     store = _get_default_store()
     number = 0
     while True:
-        # Looked at, not waited for: a wait has a time limit, and complains in the log when a quiet hour reaches it.
-        while not store.check([_key(number)]):
-            time.sleep(_PEEK_SECONDS)
-        if store.get(_key(number)) == _END:
+        try:
+            # Looked at, not waited for: a wait has a time limit, and complains in the log when a quiet hour reaches it.
+            while not store.check([_key(number)]):
+                time.sleep(_PEEK_SECONDS)
+            if store.get(_key(number)) == _END:
+                return
+        except RuntimeError as error:
+            # Between plans there is nothing to lose: rank 0 held the store and has ended, or the launcher did and ends us all.
+            logger.info("the world's store is gone, and the world with it: %s", str(error).splitlines()[0])
             return
         number += 1
         outcome = _run(engine, world, seat, None)
