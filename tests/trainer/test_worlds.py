@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 from tests.trainer.tiny import ONE_THREAD, group, random_groups, sequence
 
-from headrace.schemas.training import TrainConfig
+from headrace.schemas.training import SftConfig, TrainConfig
 from headrace.trainer.engine import TrainingEngine
 from headrace.trainer.plan import BaseSource, KlReference, StateKey, StepPlan, StepResult
 from headrace.trainer.rank import RankDiedError, RankWorld, StepFailedError
@@ -221,6 +221,17 @@ def test_a_rank_without_a_row_makes_a_pass_of_weight_zero(two_ranks: tuple[Stage
     together, alone = (make_plan(groups=groups, config=SMALL_ROWS, attempt=attempt, eps=EPS) for attempt in ("together", "alone"))
     result = world.run(together)
     assert (result.num_sequences, result.metrics["dummy_passes"]) == (3, 1)
+    TrainingEngine(ONE_THREAD).run(alone)
+    assert furthest(together, alone) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_gets_a_row_takes_part_all_the_same(two_ranks: tuple[Stage, RankWorld], make_plan: Plans):
+    _, world = two_ranks
+    groups = (group([0.0], [sequence([1, 2, 3], [4, 5])]),)
+    together, alone = (make_plan(groups=groups, sft=SftConfig(epochs=2), attempt=attempt, eps=EPS) for attempt in ("together", "alone"))
+    result = world.run(together)
+    assert (result.updates, result.num_sequences, result.metrics["dummy_passes"]) == (2, 2, 2)
     TrainingEngine(ONE_THREAD).run(alone)
     assert furthest(together, alone) < 1e-6
 

@@ -108,7 +108,7 @@ class TrainingEngine:
         metrics = batch_metrics(plan.groups, updates) | {"updates": float(len(done)), "peak_memory_bytes": peak_memory()} | clock.phases
         if loss is not None and norm is not None:
             seconds = clock.phases["seconds_update"]
-            metrics |= token_metrics(joined(stats)) | {
+            metrics |= (token_metrics(joined(stats)) if stats else {}) | {  # at other ranks than 0 perhaps none
                 "loss": loss,
                 "policy_loss": sum(updated.policy_loss for updated in done) / len(done),
                 "kl_loss": sum(updated.kl_loss for updated in done) / len(done),

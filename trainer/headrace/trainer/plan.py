@@ -78,7 +78,7 @@ class StepResult:
     updates: int
     """Optimizer updates: 0 when nothing could be trained."""
     loss: float | None
-    """Sum over trainable tokens divided by their number; None without an update."""
+    """Mean over the updates of each one's loss: the sum over its sampled tokens of loss times coefficient; None without an update."""
     grad_norm: float | None
     """Euclidean norm before clipping; None without an update."""
     num_sequences: int
