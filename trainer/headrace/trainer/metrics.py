@@ -142,11 +142,17 @@ def batch_metrics(groups: Sequence[TokenizedGroup], updates: Sequence[PackedUpda
 
 
 def peak_memory() -> float:
-    """Bytes: of this process's GPU since its start or the last reset, or of its resident memory where there is no GPU."""
+    """Bytes: of this process's GPU since `reset_peak_memory`, or of its resident memory since its start where there is no GPU."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def reset_peak_memory() -> None:
+    """The next peak is counted from here; only a GPU's can be."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _by_lag(lags_N: npt.NDArray[np.integer], ratio_N: Floats) -> dict[str, float]:
