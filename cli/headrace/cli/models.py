@@ -27,7 +27,7 @@ def create(  # noqa: PLR0917 - typer passes them by name
     full: Annotated[bool | None, typer.Option("--full/--lora", help="Train all parameters, or a LoRA adapter (default).")] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapter.")] = None,
     groups_per_step: Annotated[int | None, typer.Option(help="Groups that make a batch of the stream.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Training options of a method: grpo, dapo or gspo; what --settings says wins over it.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Options of a method: grpo, dapo or gspo; what --settings says wins over it.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Adam's rate.")] = None,
     max_policy_lag: Annotated[int | None, typer.Option(help="Refuse groups sampled more versions ago.")] = None,
     max_sequence_tokens: Annotated[int | None, typer.Option(help="Refuse longer trajectories.")] = None,
