@@ -11,6 +11,7 @@ from headrace.consumers.model_run import ModelRun, Waiting
 from headrace.consumers.step_runner import merged_config
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
+from headrace.schemas.state import OpenJob
 from headrace.schemas.training import TrainConfig
 from headrace.trainer.groups import RejectedTrajectory
 
@@ -24,6 +25,17 @@ def test_the_state_lists_what_waits_and_counts_what_was_refused() -> None:
     assert [(p.offset, p.job_id) for p in state.pending] == [(4, None), (6, "j")]
     assert state.refusals == {RejectionReason.DUPLICATE: 1}
     assert state.scanned == 7
+
+
+def test_a_job_does_not_wait_for_a_group_that_another_job_or_the_stream_has() -> None:
+    """Its own group sent again is another thing: the first copy is still to train."""
+    run = run_of()
+    admit(run, 1, job_id="first")
+    own = run.waiting[1].group.group_id
+    for offset, job_id in ((2, "first"), (3, "second"), (4, "second")):
+        run.refuse(offset=offset, group_id=own, job_id=job_id, reason=RejectionReason.DUPLICATE, detail="twice")
+    assert run.jobs.get("first", OpenJob(job_id="first")).refused == ()
+    assert run.jobs["second"].refused == (own,)
 
 
 def test_members_that_were_refused_alone_are_counted_apart_from_groups_and_said_once() -> None:

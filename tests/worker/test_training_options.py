@@ -45,6 +45,19 @@ async def test_a_step_of_the_same_model_is_the_reference_that_the_config_names(s
     assert steps[3].metrics["kl_reference"] == pytest.approx(0, abs=1e-12), "its own version is the reference"
 
 
+async def test_a_job_of_groups_that_were_trained_before_ends_without_them(shared: Settings) -> None:
+    """As when a file with group ids is sent as a job twice."""
+    model = await learner(shared, "sent twice")
+    async with following(shared, model.model_id) as seen, TrajectoryProducer(shared, model_id=model.model_id) as producer:
+        await producer.submit_job([group("a")])
+        await seen.until(StepRecord, 1)
+        again = await producer.submit_job([group("a"), group("b", seed=1)])
+        _, step = await seen.until(StepRecord, 2)
+        (refused,) = await seen.until(GroupRejected, 1)
+    assert (step.job_id, step.groups) == (again, 1)
+    assert (refused.group_id, refused.job_id, refused.reason) == ("a", again, RejectionReason.DUPLICATE)
+
+
 async def test_a_reference_that_does_not_exist_fails_its_job_with_both_numbers(shared: Settings) -> None:
     model = await learner(shared, "kl to nowhere")
     async with following(shared, model.model_id) as seen, TrajectoryProducer(shared, model_id=model.model_id) as producer:

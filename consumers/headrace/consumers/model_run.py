@@ -145,13 +145,20 @@ class ModelRun:
                 offset=offset,
             )
         )
-        # A duplicate is not the job's loss: the group itself was admitted before.
-        if job_id is not None and job_id not in self.closed and reason is not RejectionReason.DUPLICATE:
+        # A duplicate is not the job's loss where the job has the group itself; where another job or the stream has it, nothing is to come.
+        had = reason is RejectionReason.DUPLICATE and self._knows(job_id, group_id)
+        if job_id is not None and job_id not in self.closed and not had:
             job = self.jobs.get(job_id, OpenJob(job_id=job_id))
             document = job.document and job.document.model_copy(update={"groups_rejected": job.document.groups_rejected + 1})
             if job_id in self.jobs or self._job_id_bytes() < JOB_ID_BYTES:
                 self.jobs[job_id] = job.model_copy(update={"refused": (*job.refused, group_id), "document": document})
         self.touch()
+
+    def _knows(self, job_id: str | None, group_id: str) -> bool:
+        """Whether a group waits in this job, or was refused with it."""
+        job = None if job_id is None else self.jobs.get(job_id)
+        refused = job is not None and group_id in job.refused
+        return refused or any(waiting.job_id == job_id and waiting.group.group_id == group_id for waiting in self.waiting.values())
 
     def reject_members(self, waiting: Waiting, members: Iterable[RejectedTrajectory]) -> None:
         """Refuse trajectories of a group that goes on without them; the next commit reports them."""
