@@ -1,6 +1,7 @@
 """A worker on topics of its own: its settings, its base model, and what it wrote."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -100,7 +101,11 @@ class WorkerProcess:
         return self.process.wait(30)
 
     def close(self) -> None:
-        """Whatever is left."""
+        """Whatever is left; a launcher is asked first, since its workers are in sessions of their own."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(20)
         if self.process.poll() is None:
             self.kill()
         self._log.close()
