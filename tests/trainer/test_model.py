@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from tests.trainer.tiny import ONE_THREAD, families
+from safetensors.torch import load_file, save_file
+from tests.trainer.tiny import ONE_THREAD, families, group, save_gguf, sequence
 
 from headrace.schemas.training import LoraSettings, ModelSettings
 from headrace.trainer.engine import TrainingEngine
@@ -215,6 +215,37 @@ def test_adapters_say_nothing_of_this_machine_and_are_equal_byte_for_byte(tiny: 
 def test_a_missing_folder_is_named(tmp_path: Path):
     with pytest.raises(BaseModelError, match="is no folder"):
         load_base(BaseSource(path=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize("adaptation", ["full", "lora"])
+def test_a_gguf_file_is_a_base_model(tmp_path: Path, make_plan: Callable[..., StepPlan], adaptation: str):
+    save_gguf(tmp_path / "m.gguf")
+    groups = (group([0, 1], [sequence([1, 2], [5, 6], [-1, -1]), sequence([1, 2], [7, 8], [-1, -1])]),)
+    plan = make_plan(base=BaseSource(path=str(tmp_path), gguf_file="m.gguf"), adaptation=adaptation, groups=groups)
+    assert TrainingEngine(ONE_THREAD).run(plan).updates == 1
+    written = {path.name for path in Path(plan.out_dir, "weights").iterdir()}
+    assert {"lora": {"adapter_model.safetensors"}, "full": {"model.safetensors", "tokenizer.json"}}[adaptation] <= written
+
+
+def test_a_truncated_base_model_is_named(make_base: Bases, tmp_path: Path):
+    save_gguf(tmp_path / "m.gguf")
+    whole = make_base()
+    for base, file in ((whole, "model.safetensors"), (BaseSource(path=str(tmp_path), gguf_file="m.gguf"), "m.gguf")):
+        path = Path(base.path, file)
+        path.write_bytes(path.read_bytes()[:300])
+        with pytest.raises(BaseModelError, match=f"base model in {base.path}: "):
+            load_base(base)
+
+
+def test_a_base_model_without_some_of_its_weights_is_refused(make_base: Bases):
+    """Transformers would draw them at random, with a warning that nobody reads."""
+    base = make_base()
+    path = Path(base.path, "model.safetensors")
+    tensors = load_file(path)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(BaseModelError, match=r"its files lack 1 weights: model\.layers\.0\.mlp\.up_proj\.weight"):
+        load_base(base)
 
 
 @pytest.mark.parametrize(

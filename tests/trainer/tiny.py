@@ -117,3 +117,47 @@ def families(seed: int, groups: int = 3, answers: int = 4) -> list[CreditedSeque
                 )
             )
     return made
+
+
+def save_gguf(file: Path) -> None:
+    """A llama of random float32 weights with a byte vocabulary, as one GGUF file."""
+    from gguf import GGUFWriter  # noqa: PLC0415 - as said
+
+    rng = np.random.default_rng(0)
+    vocabulary, hidden, inner, kv = 64, 32, 64, 16
+    writer = GGUFWriter(str(file), "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(vocabulary)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(vocabulary - 3))])
+    writer.add_token_scores([0.0] * vocabulary)
+    writer.add_token_types([2, 3, 3] + [6] * (vocabulary - 3))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    shapes = {
+        "token_embd": (vocabulary, hidden),
+        "output": (vocabulary, hidden),
+        "output_norm": (hidden,),
+        "blk.0.attn_norm": (hidden,),
+        "blk.0.ffn_norm": (hidden,),
+        "blk.0.attn_q": (hidden, hidden),
+        "blk.0.attn_k": (kv, hidden),
+        "blk.0.attn_v": (kv, hidden),
+        "blk.0.attn_output": (hidden, hidden),
+        "blk.0.ffn_gate": (inner, hidden),
+        "blk.0.ffn_up": (inner, hidden),
+        "blk.0.ffn_down": (hidden, inner),
+    }
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", (rng.standard_normal(shape) * 0.1 + (len(shape) == 1)).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

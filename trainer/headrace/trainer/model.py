@@ -33,7 +33,7 @@ def load_base(base: BaseSource) -> Any:  # noqa: ANN401 - a transformers model, 
     """The causal LM of a folder, in float32 on the CPU.
 
     Raises:
-        BaseModelError: no such folder, or transformers can't load it.
+        BaseModelError: no such folder, transformers can't load it, or weights are missing in it, which transformers would draw at random.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
 
@@ -41,9 +41,15 @@ def load_base(base: BaseSource) -> Any:  # noqa: ANN401 - a transformers model, 
         raise BaseModelError(f"base model: {base.path} is no folder")
     try:
         # The attention is transformers' choice: SDPA where the architecture has it. The self-test judges whatever it is.
-        return AutoModelForCausalLM.from_pretrained(base.path, gguf_file=base.gguf_file, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(  # with the loading info a pair, which its type does not say
+            base.path, gguf_file=base.gguf_file, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # whatever a folder's files make transformers raise
         raise BaseModelError(f"base model in {base.path}: {type(error).__name__}: {error}") from error
+    model, loading = loaded
+    if missing := sorted(loading["missing_keys"]):
+        raise BaseModelError(f"base model in {base.path}: its files lack {len(missing)} weights: {', '.join(missing[:3])}")
+    return model
 
 
 def adapt(model: Any, settings: ModelSettings) -> Any:  # noqa: ANN401 - a transformers model, untyped
