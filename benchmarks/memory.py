@@ -64,7 +64,7 @@ def run(_rounds: int) -> list[Table]:
             command="python benchmarks/run.py memory",
             columns=["groups", "tokens of their sequences", "rows", "peak resident memory"],
             rows=rows,
-            verdict=f"{GROUPS[-1]} groups take {growth:.3f} times the memory of {GROUPS[0]} (flat: at most 1.05), {a_token:,.0f} bytes a token",
+            verdict=f"{GROUPS[-1]} groups take {growth:.3f} times the memory of {GROUPS[0]} (flat: at most 1.05), {a_token:,.0f} B a token",
             reached=growth <= 1.05,
         )
     ]

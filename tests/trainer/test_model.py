@@ -111,6 +111,13 @@ def test_a_model_that_lets_packed_sequences_see_each_other_gets_one_sequence_a_r
     assert self_test(model).width is None
 
 
+def test_attention_in_chunks_gets_one_sequence_a_row(make_base: Bases):
+    """Chunks are longer than what a self-test can afford to compare."""
+    model = load_base(make_base()).eval()
+    model.config.attention_chunk_size = 8192
+    assert self_test(model).width is None
+
+
 def test_a_model_that_keeps_the_layout_from_its_attention_gets_one_sequence_a_row(make_base: Bases):
     model = load_base(make_base()).eval()
     forward = model.forward

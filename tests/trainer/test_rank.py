@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace.core.errors import HeadraceError
 from headrace.schemas.training import TrainConfig
 from headrace.trainer.plan import BaseSource, StepPlan
 from headrace.trainer.rank import RankDiedError, RankWorld, StepFailedError
+from headrace.trainer.rank_main import seat_of_launcher
 from headrace.trainer.world import WorldSettings
 
 Plans = Callable[..., StepPlan]
@@ -127,3 +129,11 @@ def test_a_process_that_only_hands_plans_over_needs_no_torch():
         "assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys(), 'heavy'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_launchers_environment_that_is_no_number_is_refused_in_words(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(HeadraceError, match="WORLD_SIZE, RANK and LOCAL_RANK are a launcher's to set, as numbers"):
+        seat_of_launcher()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert seat_of_launcher() is None, "a size without a rank is no launcher's doing"

@@ -13,6 +13,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 from aiokafka.errors import KafkaError
 
+from headrace.core.deadline import deadline
 from headrace.core.kafka import client_options, plain_errors
 from headrace.core.settings import Settings
 
@@ -68,7 +69,7 @@ class Balancer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is 
             await asyncio.gather(self._poller, return_exceptions=True)
         try:
             # aiokafka#773: stop can hang in the heartbeat routine.
-            async with asyncio.timeout(10):
+            async with deadline(10):
                 await self._consumer.stop()
         except TimeoutError:
             logger.warning("the group consumer did not stop in 10 s; the group will notice by its session timeout")

@@ -4,13 +4,13 @@ Guarantees: `read_committed`, records as bytes, in offset order, from the positi
 raises `OffsetLostError` instead of jumping. Gives up: group membership; it uses `assign`.
 """
 
-import asyncio
 import logging
 from collections.abc import Sequence
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
+from headrace.core.deadline import deadline
 from headrace.core.kafka import ClientOptions
 from headrace.core.reading import OffsetLostError, end_offsets
 from headrace.schemas.errors import CodecError
@@ -149,7 +149,7 @@ class LaneReader:
         """Close the connection."""
         try:
             # aiokafka#773: stop can hang.
-            async with asyncio.timeout(_STOP_SECONDS):
+            async with deadline(_STOP_SECONDS):
                 await self._consumer.stop()
         except (TimeoutError, KafkaError) as error:
             logger.warning("lane reader did not stop cleanly: %r", error)

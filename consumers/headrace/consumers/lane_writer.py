@@ -13,6 +13,7 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import InvalidProducerEpoch, KafkaError, ProducerFenced
 
 from headrace.consumers.outgoing import Outgoing
+from headrace.core.deadline import deadline
 from headrace.core.kafka import ClientOptions
 from headrace.core.settings import Settings
 
@@ -68,7 +69,7 @@ class LaneWriter:
         """
         try:
             # Not wait_for: until Python 3.12 it loses a cancellation that comes as the commit returns, and the lane would never end.
-            async with asyncio.timeout(self._timeout):
+            async with deadline(self._timeout):
                 await self._commit(records, mark)
         except (ProducerFenced, InvalidProducerEpoch) as error:
             raise FencedError(str(error)) from error
@@ -94,7 +95,7 @@ class LaneWriter:
     async def stop(self) -> None:
         """Close the connection; an open transaction is left to the fencing of the next owner."""
         try:
-            async with asyncio.timeout(_STOP_SECONDS):
+            async with deadline(_STOP_SECONDS):
                 await self._producer.stop()
         except (TimeoutError, KafkaError, AssertionError) as error:
             logger.warning("lane producer did not stop cleanly: %r", error)

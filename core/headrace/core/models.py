@@ -4,7 +4,6 @@ Guarantees: a model shows as soon as its command is in the log, also with no wor
 account, project and name). Gives up: what a command leads to is the owner's to say; until then the view says `creating` or `deleting`.
 """
 
-import asyncio
 import uuid
 from contextlib import aclosing
 from dataclasses import replace
@@ -12,6 +11,7 @@ from dataclasses import replace
 import orjson
 from aiokafka import AIOKafkaProducer, ConsumerRecord
 
+from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options, plain_errors
 from headrace.core.lanes import lane_of
@@ -143,7 +143,7 @@ async def wait_for_model(settings: Settings, view: ModelView, seconds: float) ->
     lane, _ = view.command
     records: list[ConsumerRecord] = []
     try:
-        async with asyncio.timeout(seconds):
+        async with deadline(seconds):
             options = client_options(settings.kafka, "headrace-models")
             async with aclosing(follow(options, settings.topic_names.models, lane)) as batches:
                 async for batch in batches:

@@ -15,6 +15,7 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError, KafkaTimeoutError, UnknownTopicOrPartitionError
 from aiokafka.structs import RecordMetadata
 
+from headrace.core.deadline import deadline
 from headrace.core.kafka import KafkaUnavailableError, client_options, plain_errors
 from headrace.core.settings import Settings
 from headrace.core.topic_metadata import partition_count
@@ -72,7 +73,7 @@ class KafkaLink:
         unknown = False
         client: AIOKafkaProducer | None = None
         try:
-            async with asyncio.timeout(self._timeout):
+            async with deadline(self._timeout):
                 client = await self._working()
                 position = await client.send(self._topic, value, key, headers=list(headers))
                 unknown = True
@@ -123,7 +124,7 @@ class KafkaLink:
         client = AIOKafkaProducer(**options)
         with plain_errors(self._options):
             try:
-                async with asyncio.timeout(self._timeout):
+                async with deadline(self._timeout):
                     await client.start()
             except BaseException as error:
                 await _end(client)
@@ -156,7 +157,7 @@ def _compress_in_threads(client: AIOKafkaProducer) -> None:
 async def _end(client: AIOKafkaProducer) -> None:
     """Stop a client. `stop` waits for records that are retried for ever, so it is given a few seconds and then cut off."""
     with contextlib.suppress(TimeoutError, KafkaError):
-        async with asyncio.timeout(_STOP_SECONDS):
+        async with deadline(_STOP_SECONDS):
             await client.stop()
             return
     # The sender has no public end but through `stop`, which has just failed.

@@ -53,8 +53,8 @@ class TrajectoryRejected(Record):
     """A trajectory was refused alone: the rest of its group goes on, as `batch.incomplete_groups` of the model allows.
 
     At most one for each trajectory of a group. It is said when the group is admitted, or with the step that trains the rest (`stale`,
-    `unknown_policy_version`, `too_long` for the rows of its job). The group may still be refused later, by a `GroupRejected` of its own. It counts in
-    `trajectory_refusals`, never in `refusals`, which count groups.
+    `unknown_policy_version`, `too_long` for the rows of its job). The group may still be refused later, by a `GroupRejected` of its own. It
+    counts in `trajectory_refusals`, never in `refusals`, which count groups.
     """
 
     model_id: str

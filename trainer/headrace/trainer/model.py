@@ -163,6 +163,8 @@ def _logits(model: Any, row: PackedRow, device: torch.device, width: int | None)
 
 
 def _tree_is_right(model: Any, sequences: list[Any], alone: list[torch.Tensor], device: torch.device, width: int | None) -> bool:  # noqa: ANN401 - untyped
+    if getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None:
+        return False  # attention that starts anew every so many tokens: the samples are too short to show it
     register()
     row = _row(sequences)
     try:

@@ -30,6 +30,7 @@ def plot_rows(updates: Sequence[PackedUpdate], folder: Path) -> list[Path]:
     # The object interface: pyplot would keep state, and look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - heavy, and seldom asked for
     from matplotlib.figure import Figure  # noqa: PLC0415 - as above
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 - as above
 
     total = sum(1 for update in updates for _ in update.rows)
     rows = list(islice(chain.from_iterable(update.rows for update in updates), ROWS))
@@ -49,6 +50,7 @@ def plot_rows(updates: Sequence[PackedUpdate], folder: Path) -> list[Path]:
             bound = float(np.nanmax(np.abs(image))) or 1.0
             drawn.set_clim(-bound, bound)
         axes.set(xlabel="token of the row", ylabel="row", title=f"{name}: {len(rows)} of {total} rows")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(drawn)
         files.append(folder / f"{name}.png")
         figure.savefig(files[-1], dpi=120, format="png")

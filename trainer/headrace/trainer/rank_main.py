@@ -125,10 +125,14 @@ def serve(world: WorldSettings, seat: Seat) -> None:
 
 def seat_of_launcher() -> tuple[int, Seat] | None:
     """World size and place that torchrun or deepspeed gave this process; None without a launcher, or with a world of one."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1 or "RANK" not in os.environ:
+    try:
+        size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "-1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    except ValueError as error:
+        raise HeadraceError(f"WORLD_SIZE, RANK and LOCAL_RANK are a launcher's to set, as numbers: {error}") from None
+    if size == 1 or rank < 0:
         return None
-    return size, Seat(rank=int(os.environ["RANK"]), local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    return size, Seat(rank=rank, local_rank=local_rank)
 
 
 def _engine(world: WorldSettings, seat: Seat) -> "TrainingEngine":
