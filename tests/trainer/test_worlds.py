@@ -172,7 +172,7 @@ def test_a_rank_that_raises_ends_the_world_with_its_traceback(make_plan: Plans):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_or_hangs_ends_the_world_and_is_named(make_plan: Plans, number: signal.Signals, rank: int):
-    world = RankWorld(WorldSettings(size=2, threads=1, silence_seconds=2))
+    world = RankWorld(WorldSettings(size=2, threads=1, silence_seconds=5))
     world.start()
     try:
         state = world.run(make_plan()).key
@@ -239,7 +239,7 @@ def test_a_rank_that_never_gets_a_row_takes_part_all_the_same(two_ranks: tuple[S
 @pytest.mark.slow
 def test_a_large_plan_does_not_wait_for_a_rank_that_is_stopped(make_plan: Plans):
     """Larger than a pipe takes at once, to a rank that reads nothing."""
-    world = RankWorld(WorldSettings(threads=1, silence_seconds=2))
+    world = RankWorld(WorldSettings(threads=1, silence_seconds=5))
     world.start()
     try:
         world.run(make_plan())
