@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.trainer.tiny import group, sequence
 
+from headrace.schemas.reasons import RejectionReason
+from headrace.trainer.groups import RejectedTrajectory
 from headrace.trainer.loss import LossTokens, policy_loss
 from headrace.trainer.metrics import TokenStats, batch_metrics, peak_memory, token_metrics
 from headrace.trainer.options import LossOptions
@@ -159,8 +161,11 @@ def row(tokens: int, targets: int, sequence_tokens: int, sequences: int) -> Pack
 
 
 def test_every_metric_of_the_batch_is_counted():
+    whole = group([0, 1], [sequence([1], [2])] * 2)
+    cut = tuple(replace(trajectory, truncated=7) for trajectory in whole.trajectories)
+    lost = RejectedTrajectory(index=2, reason=RejectionReason.TOO_LONG, detail="long")
     groups = [
-        replace(group([0, 1], [sequence([1], [2])] * 2), exceptions=3),
+        replace(whole, trajectories=cut, rejected=(lost,), exceptions=3),
         group([5] * 2, [sequence([1], [2])] * 2),
         group([], []),
     ]
@@ -174,6 +179,8 @@ def test_every_metric_of_the_batch_is_counted():
             "trajectories": 4,
             "groups_zero_variance": 1,
             "exceptions": 3,
+            "trajectories_rejected": 1,
+            "trajectories_truncated": 2,
             "updates": 2,
             "micro_steps": 3,
             "rows": 4,

@@ -14,7 +14,7 @@ from headrace.core.errors import HeadraceError
 from headrace.schemas.training import TrainConfig
 from headrace.trainer.plan import BaseSource, StepPlan
 from headrace.trainer.rank import RankDiedError, RankWorld, StepFailedError
-from headrace.trainer.rank_main import seat_of_launcher
+from headrace.trainer.rank_main import SignOfLife, seat_of_launcher
 from headrace.trainer.world import WorldSettings
 
 Plans = Callable[..., StepPlan]
@@ -137,3 +137,24 @@ def test_a_launchers_environment_that_is_no_number_is_refused_in_words(monkeypat
         seat_of_launcher()
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert seat_of_launcher() is None, "a size without a rank is no launcher's doing"
+
+
+def test_a_silent_rank_is_noticed_however_often_the_others_give_a_sign_of_life():
+    """No process is started: the ranks' ends of the pipes are ours."""
+    world = RankWorld(WorldSettings(size=2, silence_seconds=0.4))
+    world._ready = {0, 1}
+    ended = threading.Event()
+
+    def rank_0() -> None:
+        while not ended.wait(0.01):
+            world._theirs[0].send(SignOfLife())
+
+    lively = threading.Thread(target=rank_0)
+    lively.start()
+    try:
+        with pytest.raises(RankDiedError, match="rank 1 of 2 gave no sign of life"):
+            world._result()
+    finally:
+        ended.set()
+        lively.join()
+        world.close()

@@ -125,16 +125,20 @@ class RankWorld:
                 pipe.send(("run", plan if rank == 0 else None))
 
     def _result(self) -> StepResult:
-        heard = dict.fromkeys(range(len(self._pipes)), time.monotonic())
         by_pipe = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        limit = self._world.silence_seconds
+        silent = dict.fromkeys(by_pipe.values(), 0.0)
         while True:
-            silence = self._world.silence_seconds
-            ready = wait(self._pipes, timeout=silence / 4)
+            looked = time.monotonic()
+            ready = wait(self._pipes, timeout=limit / 4)
+            # A look counts for no more than it should take: where this process itself was stopped, its ranks were perhaps, too.
+            passed = min(time.monotonic() - looked, limit / 4)
+            silent = {rank: seconds + passed for rank, seconds in silent.items()}
             for pipe in ready:
                 assert isinstance(pipe, Connection)  # noqa: S101 - narrows the type: only pipes were waited for
                 rank = by_pipe[pipe]
                 message = pipe.recv()
-                heard[rank] = time.monotonic()
+                silent[rank] = 0.0
                 self._ready.add(rank)
                 if isinstance(message, StepResult):
                     return message
@@ -142,11 +146,11 @@ class RankWorld:
                     raise self._failed(rank, message)
                 assert isinstance(message, SignOfLife)  # noqa: S101 - there is no other
             # A rank that has not joined yet is importing, or waits for another to start: its end shows as the end of its pipe.
-            silent = [rank for rank in self._ready if time.monotonic() - heard[rank] > silence]
-            if silent and not ready:
+            hung = [rank for rank in sorted(self._ready) if silent[rank] > limit]
+            if hung:
                 self._broken = True
                 raise RankDiedError(
-                    f"rank {silent[0]} of {self._world.size} gave no sign of life for {silence:.0f} s: the world is ended (a rank "
+                    f"rank {hung[0]} of {self._world.size} gave no sign of life for {limit:.0f} s: the world is ended (a rank "
                     "that only computes gives one; was the process stopped, or is the machine out of memory?)"
                 )
 
