@@ -19,7 +19,7 @@ def worker(
     Across nodes: `torchrun --nnodes 2 --nproc-per-node 8 --no-python headrace worker`; the process of rank 0 talks to Kafka, the others
     only train.
     """
-    from headrace.trainer.rank_main import seat_of_launcher  # noqa: PLC0415 - heavy
+    from headrace.trainer.rank_main import seat_of_launcher, serve  # noqa: PLC0415 - heavy
 
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # The broker's "previous transaction is not complete yet" is routine for a lane's producer, and retried.
@@ -30,7 +30,6 @@ def worker(
         raise typer.BadParameter(f"--ranks {ranks} under a launcher, which has started {launcher[0]} ranks: leave --ranks out")
     if launcher is not None and launcher[1].rank > 0:
         from headrace.consumers.world import world_settings  # noqa: PLC0415 - heavy
-        from headrace.trainer.rank_main import serve  # noqa: PLC0415 - heavy
 
         serve(world_settings(settings, launcher[0]), launcher[1])
         return

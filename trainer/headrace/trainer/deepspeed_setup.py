@@ -84,6 +84,13 @@ def start_engine(model: Any, optimizer: torch.optim.Optimizer, max_grad_norm: fl
     return engine
 
 
+def over_ranks(values: torch.Tensor, operation: torch.distributed.ReduceOp.RedOpType = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
+    """A small tensor reduced over all ranks, on the CPU. Called by all ranks."""
+    values = values.to(device())
+    torch.distributed.all_reduce(values, op=operation)
+    return values.cpu()
+
+
 def set_clip(engine: Any, max_grad_norm: float) -> None:  # noqa: ANN401 - deepspeed is untyped
     """Clip the next updates at another norm: a world serves several models and kinds of jobs."""
     engine._config.gradient_clipping = max_grad_norm

@@ -21,7 +21,7 @@ import torch
 from headrace.core.errors import HeadraceError
 from headrace.schemas.state import Fingerprint, TrainingScalars
 from headrace.trainer.batches import RowShape, policy_updates, sft_options, sft_updates
-from headrace.trainer.deepspeed_setup import device, join_world
+from headrace.trainer.deepspeed_setup import device, join_world, over_ranks
 from headrace.trainer.learning_rate import sft_rate, update_rate
 from headrace.trainer.metrics import TokenStats, batch_metrics, peak_memory, reset_peak_memory, token_metrics
 from headrace.trainer.options import StepOptions, resolve
@@ -106,11 +106,8 @@ class TrainingEngine:
         clock.lap("write")
         loss = sum(updated.loss for updated in done) / len(done) if done else None
         norm = max((updated.grad_norm for updated in done), default=None)
-        metrics = (
-            batch_metrics(plan.groups, updates)
-            | {"updates": float(len(done)), "peak_memory_bytes": self._largest(peak_memory())}
-            | clock.phases
-        )
+        peak = over_ranks(torch.tensor([peak_memory()], dtype=torch.float64), torch.distributed.ReduceOp.MAX)
+        metrics = batch_metrics(plan.groups, updates) | {"peak_memory_bytes": float(peak)} | clock.phases
         if loss is not None and norm is not None:
             seconds = clock.phases["seconds_update"]
             metrics |= (token_metrics(joined(stats)) if stats else {}) | {  # at other ranks than 0 perhaps none
@@ -209,14 +206,6 @@ class TrainingEngine:
         shares: list[Any] | None = [None] * self._world.size if self._seat.rank == 0 else None
         torch.distributed.gather_object(stats, shares, dst=0)
         return stats if shares is None else [stat for share in shares for stat in share]
-
-    def _largest(self, value: float) -> float:
-        """The largest of all ranks' values."""
-        if self._world.size == 1:
-            return value
-        values = torch.tensor([value], dtype=torch.float64, device=device())
-        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
-        return float(values)
 
     def preload(self, base: BaseSource) -> None:
         """Load a base model that the first plan will need; another base drops it."""

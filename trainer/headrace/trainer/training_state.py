@@ -2,8 +2,7 @@
 
 Guarantees: `load_state` restores exactly what `save_state` wrote, bit for bit, whatever number of ranks or ZeRO stage wrote it; a file
 that does not fit the model is refused with the name that does not fit, and weights that are not finite are never written: no version
-could follow them. Rank 0 reads and writes; the others need no files. Gives up:
-writing from several ranks at once.
+could follow them. Rank 0 reads and writes; the others need no files. Gives up: writing from several ranks at once.
 """
 
 from collections.abc import Mapping

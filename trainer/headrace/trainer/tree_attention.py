@@ -50,7 +50,10 @@ class RowAttention:
 
     lengths_G: list[int]
     starts_G: Ints
-    parents_G: Ints
+    segments_T: Ints
+    """Segment of each token."""
+    ancestors_GG: Bools
+    """Whether the column is the row itself or stands above it."""
     positions_T: Ints
     calls: tuple[_Call, ...]
     device: torch.device
@@ -71,7 +74,8 @@ class RowAttention:
         return cls(
             lengths_G=[int(length) for length in lengths_G],
             starts_G=starts_G,
-            parents_G=parents_G,
+            segments_T=np.repeat(np.arange(len(lengths_G)), lengths_G),
+            ancestors_GG=_ancestors(parents_G),
             positions_T=row.position_ids_T.astype(np.int64),
             calls=_plan_calls(lengths_G, parents_G, max(1, _CALL_COST // width)),
             device=device,
@@ -93,15 +97,10 @@ class RowAttention:
         far = window is not None and int(self.positions_T[queries_q].max(initial=0)) >= window
         if not call.above and len(own) == 1 and not far:
             return None
-        visible = _visible(self.segments, self.parents_G, queries_q, keys_k)
+        visible = _visible(self.segments_T, self.ancestors_GG, queries_q, keys_k)
         if window is not None and far:
             visible &= self.positions_T[queries_q][:, None] - self.positions_T[keys_k][None, :] < window
         return visible
-
-    @property
-    def segments(self) -> Ints:
-        """int64[T]: segment of each token."""
-        return np.repeat(np.arange(len(self.lengths_G)), self.lengths_G)
 
     def _columns(self, segments: Any) -> Ints:  # noqa: ANN401 - a list or an array of ints
         return np.concatenate([np.arange(self.starts_G[s], self.starts_G[s] + self.lengths_G[s]) for s in segments])
@@ -115,9 +114,9 @@ class RowAttention:
     def _block_mask(self, window: int | None) -> Any:  # noqa: ANN401 - torch's BlockMask
         from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 - a GPU's way
 
-        segments_T = torch.from_numpy(self.segments).to(self.device)
+        segments_T = torch.from_numpy(self.segments_T).to(self.device)
         positions_T = torch.from_numpy(self.positions_T).to(self.device)
-        ancestors_GG = torch.from_numpy(_ancestors(self.parents_G)).to(self.device)
+        ancestors_GG = torch.from_numpy(self.ancestors_GG).to(self.device)
 
         def visible(_batch: Any, _head: Any, query: Any, key: Any) -> Any:  # noqa: ANN401 - traced tensors
             seen = ancestors_GG[segments_T[query], segments_T[key]] & (key <= query)
@@ -132,7 +131,7 @@ def dense_mask(row: PackedRow) -> torch.Tensor:
     columns = np.arange(len(row))
     lengths_G = np.diff(np.append(row.starts_G, len(row)))
     segments_T = np.repeat(np.arange(len(lengths_G)), lengths_G)
-    return torch.from_numpy(_visible(segments_T, row.parents_G.astype(np.int64), columns, columns))
+    return torch.from_numpy(_visible(segments_T, _ancestors(row.parents_G.astype(np.int64)), columns, columns))
 
 
 def register() -> None:
@@ -252,7 +251,6 @@ def _ancestors(parents_G: Ints) -> Bools:
     return found
 
 
-def _visible(segments_T: Ints, parents_G: Ints, queries_q: Ints, keys_k: Ints) -> Bools:
-    ancestors_GG = _ancestors(parents_G)
+def _visible(segments_T: Ints, ancestors_GG: Bools, queries_q: Ints, keys_k: Ints) -> Bools:
     seen: Bools = ancestors_GG[segments_T[queries_q][:, None], segments_T[keys_k][None, :]] & (keys_k[None, :] <= queries_q[:, None])
     return seen

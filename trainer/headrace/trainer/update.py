@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headrace.core.errors import HeadraceError
-from headrace.trainer.deepspeed_setup import device, set_clip
+from headrace.trainer.deepspeed_setup import device, over_ranks, set_clip
 from headrace.trainer.forward import RowTensors, Scorer
 from headrace.trainer.kl import adjusted_advantages, kl_terms
 from headrace.trainer.loss import LossTokens, policy_loss
@@ -68,7 +68,7 @@ class Updater:
 
     def own_rows(self, update: PackedUpdate) -> list[PackedRow]:
         """This rank's rows of an update, one a micro step."""
-        return [_EMPTY if step[self._rank] is None else step[self._rank] or _EMPTY for step in update.micro_steps]
+        return [_EMPTY if (row := step[self._rank]) is None else row for step in update.micro_steps]
 
     @torch.no_grad()
     def score(self, update: PackedUpdate) -> PerRow:
@@ -119,7 +119,7 @@ class Updater:
             engine.step()
         if self._trainable.zero_stage > 0:
             norm = self._finite(self._trainable.grad_norm())
-        total, policy, kl = self._sum(sums).tolist()
+        total, policy, kl = over_ranks(sums).tolist()
         return Updated(loss=total, policy_loss=policy, kl_loss=kl, grad_norm=norm, stats=tuple(stats))
 
     def _forward(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,14 +142,8 @@ class Updater:
         terms = [kl_terms(source, ref) for source, ref in zip(sampled, reference, strict=True)]
         own = [(t, row) for t, row in zip(terms, rows, strict=True) if row is not _EMPTY]
         sums = torch.tensor([sum(float(t.double().sum()) for t, _ in own), sum(len(row.targets_N) for _, row in own)], dtype=torch.float64)
-        total, count = self._sum(sums).tolist()
+        total, count = over_ranks(sums).tolist()
         return [adjusted_advantages(a, t, total / count, kl.coef) for a, t in zip(plain, terms, strict=True)]
-
-    def _sum(self, values: torch.Tensor) -> torch.Tensor:
-        if self._ranks > 1:
-            values = values.to(self._device)
-            torch.distributed.all_reduce(values)
-        return values.cpu()
 
     def _tensor(self, array: Any) -> torch.Tensor:  # noqa: ANN401 - any numpy array
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
