@@ -8,14 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.trainer.tiny import group, sequence
+from tests.trainer.tiny import blank_row, group, sequence
 
 from headrace.schemas.reasons import RejectionReason
 from headrace.trainer.groups import RejectedTrajectory
 from headrace.trainer.loss import LossTokens, policy_loss
 from headrace.trainer.metrics import TokenStats, batch_metrics, peak_memory, token_metrics
 from headrace.trainer.options import LossOptions
-from headrace.trainer.rows import PackedRow, PackedUpdate
+from headrace.trainer.rows import PackedUpdate
 
 N = math.nan
 
@@ -141,25 +141,6 @@ def test_every_metric_is_a_finite_number(odd: float):
     assert got["logprobs_missing"] == (3 if math.isnan(odd) else 0)
 
 
-def row(tokens: int, targets: int, sequence_tokens: int, sequences: int) -> PackedRow:
-    ints, floats = np.zeros(targets, np.int32), np.zeros(targets, np.float32)
-    return PackedRow(
-        token_ids_T=np.zeros(tokens, np.int32),
-        position_ids_T=np.arange(tokens, dtype=np.int32),
-        starts_G=np.zeros(1, np.int32),
-        parents_G=np.full(1, -1, np.int32),
-        predictors_N=ints,
-        targets_N=ints,
-        branches_N=ints,
-        logprobs_N=floats,
-        advantages_N=floats,
-        weights_N=floats,
-        lags_N=ints,
-        sequence_tokens=sequence_tokens,
-        sequences=sequences,
-    )
-
-
 def test_every_metric_of_the_batch_is_counted():
     whole = group([0, 1], [sequence([1], [2])] * 2)
     cut = tuple(replace(trajectory, truncated=7) for trajectory in whole.trajectories)
@@ -170,8 +151,8 @@ def test_every_metric_of_the_batch_is_counted():
         group([], []),
     ]
     updates = [
-        PackedUpdate(micro_steps=((row(60, 9, 100, 4), row(40, 5, 60, 2)), (row(20, 3, 20, 1), None)), capacity=64),
-        PackedUpdate(micro_steps=((None, row(30, 1, 30, 1)),), capacity=64),
+        PackedUpdate(micro_steps=((blank_row(60, 9, 100, 4), blank_row(40, 5, 60, 2)), (blank_row(20, 3, 20, 1), None)), capacity=64),
+        PackedUpdate(micro_steps=((None, blank_row(30, 1, 30, 1)),), capacity=64),
     ]
     assert batch_metrics(groups, updates) == pytest.approx(
         {

@@ -1,10 +1,13 @@
 """Attention over packed rows against one dense mask, for random forests of segments."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trainer.tiny import blank_row
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.trainer import tree_attention
@@ -22,22 +25,8 @@ def row_of(lengths: list[int], parents: list[int]) -> PackedRow:
     for start, length, parent in zip(starts, lengths, parents, strict=True):
         offset = 0 if parent < 0 else positions[starts[parent] + lengths[parent] - 1] + 1
         positions[start : start + length] = offset + np.arange(length)
-    none, no_floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    return PackedRow(
-        token_ids_T=np.zeros(sum(lengths), np.int32),
-        position_ids_T=positions,
-        starts_G=starts,
-        parents_G=np.array(parents, np.int32),
-        predictors_N=none,
-        targets_N=none,
-        branches_N=none,
-        logprobs_N=no_floats,
-        advantages_N=no_floats,
-        weights_N=no_floats,
-        lags_N=none,
-        sequence_tokens=sum(lengths),
-        sequences=1,
-    )
+    bare = blank_row(sum(lengths), 0, sum(lengths), 1)
+    return replace(bare, position_ids_T=positions, starts_G=starts, parents_G=np.array(parents, np.int32))
 
 
 @st.composite

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from headrace.trainer.groups import TokenizedGroup, TokenizedTrajectory, TokenSequence
-from headrace.trainer.rows import CreditedSequence
+from headrace.trainer.rows import CreditedSequence, PackedRow
 from headrace.trainer.world import WorldSettings
 
 ONE_THREAD = WorldSettings(threads=1)
@@ -161,3 +161,23 @@ def save_gguf(file: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def blank_row(tokens: int, targets: int, sequence_tokens: int, sequences: int) -> PackedRow:
+    """A row of one segment, full of zeros."""
+    ints, floats = np.zeros(targets, np.int32), np.zeros(targets, np.float32)
+    return PackedRow(
+        token_ids_T=np.zeros(tokens, np.int32),
+        position_ids_T=np.arange(tokens, dtype=np.int32),
+        starts_G=np.zeros(1, np.int32),
+        parents_G=np.full(1, -1, np.int32),
+        predictors_N=ints,
+        targets_N=ints,
+        branches_N=ints,
+        logprobs_N=floats,
+        advantages_N=floats,
+        weights_N=floats,
+        lags_N=ints,
+        sequence_tokens=sequence_tokens,
+        sequences=sequences,
+    )
