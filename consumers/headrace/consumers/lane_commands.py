@@ -18,7 +18,7 @@ from headrace.consumers.lane_reader import UnreadableRecord
 from headrace.consumers.model_run import ModelRun
 from headrace.core.lanes import lane_of
 from headrace.core.settings import BaseModelEntry, Settings
-from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel
+from headrace.schemas.commands import COMMANDS, CancelJob, CreateModel, DeleteModel
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import JobState
@@ -28,7 +28,6 @@ from headrace.schemas.training import ModelSettings, row_length_problem
 
 logger = logging.getLogger(__name__)
 
-COMMANDS = (CreateModel, DeleteModel, CancelJob)
 _NAMESPACE = uuid.UUID("0f4c9a52-43cf-5d47-a1a5-6a2d3d2f4f0e")
 
 

@@ -11,7 +11,7 @@ from aiokafka import ConsumerRecord
 
 from headrace.core.errors import HeadraceError
 from headrace.core.reading import latest_by_key
-from headrace.schemas.commands import CancelJob, Command, CreateModel, DeleteModel
+from headrace.schemas.commands import COMMANDS, Command, CreateModel, DeleteModel
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.errors import CodecError
 from headrace.schemas.state import LaneState, ModelState
@@ -57,7 +57,7 @@ def fold(states: list[ConsumerRecord], commands: list[ConsumerRecord]) -> dict[s
         if record.offset < through.get(record.partition, 0):
             continue
         try:
-            command = cast("Command", open_record(record.value, header_text(record.headers), (CreateModel, DeleteModel, CancelJob)))
+            command = cast("Command", open_record(record.value, header_text(record.headers), COMMANDS))
         except CodecError:
             continue  # its owner will dead-letter it
         known = views.get(command.model_id)

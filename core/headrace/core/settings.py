@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from headrace.core.errors import HeadraceError
 from headrace.schemas.claim import INLINE_LIMIT
+from headrace.schemas.report import RowsKept
 from headrace.schemas.topics import Topics
 
 
@@ -111,6 +112,22 @@ class WorkerSettings(_Section):
     """A rank that gives no sign of life for so long is hung: the world is ended and started anew."""
     collective_timeout_seconds: float = Field(default=1800.0, gt=1)
     """A rank that waits so long for the others fails the step."""
+    snapshot_every: int = Field(default=4, ge=1, le=1000)
+    """Steps between two snapshots of a model: what recovery runs again at most, and what one costs less often."""
+    keep_snapshots: int = Field(default=2, ge=1)
+    """Snapshots kept of each model: the last, and those before it that a replay may start from."""
+    orphan_grace_seconds: float = Field(default=86_400, ge=0)
+    """Files of steps that were never committed are deleted when they are older than this."""
+    max_step_attempts: int = Field(default=4, ge=1)
+    """A batch whose step ends its worker so many times is refused as `step_failed`."""
+    job_timeout_seconds: float = Field(default=3600, gt=0)
+    """A job that lacks groups so long after its first record came fails."""
+    starved_after_seconds: float = Field(default=300, gt=0)
+    """A model without a step for so long is reported as starved."""
+    report_rows: RowsKept = "none"
+    """How many of a step's packed rows (tokens, mask, advantages, ratios) are kept in its report; `sample`: 8."""
+    shadow_prefix: str | None = Field(default=None, pattern=r"^[a-zA-Z0-9._-]*$", max_length=200)
+    """This worker group shadows: it reads `trajectory-groups` under this prefix and writes only under its own."""
     work_dir: Path = Path(".headrace/worker")
     """Local files of a step before they are stored."""
 

@@ -7,8 +7,8 @@ from pydantic import BaseModel
 
 from headrace.schemas import topics
 from headrace.schemas.claim import GroupClaim
-from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel
-from headrace.schemas.events import GroupRejected, JobStateChanged, Starved, StepCompleted, TrajectoryRejected
+from headrace.schemas.commands import COMMANDS
+from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, StepCompleted, TrajectoryRejected
 from headrace.schemas.jobs import JobDocument, TrainingJob
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.trajectory import TrajectoryGroup
@@ -16,10 +16,10 @@ from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPubli
 
 CARRIED: dict[str, tuple[type[BaseModel], ...]] = {
     topics.TRAJECTORY_GROUPS: (TrajectoryGroup, GroupClaim, TrainingJob),
-    topics.COMMANDS: (CreateModel, DeleteModel, CancelJob),
+    topics.COMMANDS: COMMANDS,
     topics.STEPS: (StepRecord,),
     topics.MODELS: (ModelState, LaneState),
-    topics.TRAINING_EVENTS: (StepCompleted, GroupRejected, TrajectoryRejected, JobStateChanged, Starved),
+    topics.TRAINING_EVENTS: (StepCompleted, GroupRejected, TrajectoryRejected, JobStateChanged, ModelStatusChanged, Starved),
     topics.WEIGHTS: (WeightsPublished,),
     topics.WEIGHT_ACKS: (WeightsApplied, WeightsFailed),
     topics.JOBS: (JobDocument,),

@@ -5,7 +5,9 @@ from datetime import datetime
 from pydantic import Field
 
 from headrace.schemas.base import Record, utc_now
+from headrace.schemas.state import TrainingScalars
 from headrace.schemas.training import ModelSettings
+from headrace.schemas.weights import WeightsRef
 
 
 class CreateModel(Record):
@@ -17,7 +19,23 @@ class CreateModel(Record):
     name: str
     settings: ModelSettings
     worker_group: str
+    shadow_of: str | None = None
+    """Train on the groups of this model, which belongs to another worker group; for workers with `shadow_prefix`."""
+    start_from: "StartFrom | None" = None
+    """Null: the base model."""
     created_at: datetime = Field(default_factory=utc_now)
+
+
+class StartFrom(Record):
+    """The state that a new model begins with: what a replay left in the object store, copied by the model's owner."""
+
+    snapshot: WeightsRef
+    weights: WeightsRef
+    scalars: TrainingScalars
+    forked_from: str
+    """The model that the fork is of."""
+    step: int
+    """The last of its steps that the fork has run."""
 
 
 class DeleteModel(Record):
@@ -35,4 +53,32 @@ class CancelJob(Record):
     requested_at: datetime = Field(default_factory=utc_now)
 
 
-Command = CreateModel | DeleteModel | CancelJob
+class PauseJob(Record):
+    """Pause a job: in the queue it is not begun, while running its step is given up and begins anew after `ResumeJob`."""
+
+    model_id: str
+    job_id: str
+    requested_at: datetime = Field(default_factory=utc_now)
+
+
+class ResumeJob(Record):
+    """Put a paused job back into the queue."""
+
+    model_id: str
+    job_id: str
+    requested_at: datetime = Field(default_factory=utc_now)
+
+
+class ResumeModel(Record):
+    """Let a model that is `stopped` or `diverged` go on.
+
+    Diverged: it goes on from what could be run again of its steps, as a new version, and the ledger says so (`rebased`). Pending groups
+    that were lost are refused as `expired`.
+    """
+
+    model_id: str
+    requested_at: datetime = Field(default_factory=utc_now)
+
+
+Command = CreateModel | DeleteModel | CancelJob | PauseJob | ResumeJob | ResumeModel
+COMMANDS: tuple[type[Command], ...] = (CreateModel, DeleteModel, CancelJob, PauseJob, ResumeJob, ResumeModel)

@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 from headrace.schemas.base import utc_now
 from headrace.schemas.claim import GroupClaim
-from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel
+from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel, PauseJob, ResumeJob, ResumeModel
 from headrace.schemas.errors import CodecError
-from headrace.schemas.events import GroupRejected, JobStateChanged, Starved, StepCompleted, TrajectoryRejected
+from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, StepCompleted, TrajectoryRejected
 from headrace.schemas.jobs import JobDocument, TrainingJob
 from headrace.schemas.parsing import check_finite, load_json, validate, write_json
 from headrace.schemas.reasons import DeadLetterReason as Reason
@@ -34,6 +34,9 @@ _NAMES: dict[type[BaseModel], str] = {
     CreateModel: "create-model",
     DeleteModel: "delete-model",
     CancelJob: "cancel-job",
+    PauseJob: "pause-job",
+    ResumeJob: "resume-job",
+    ResumeModel: "resume-model",
     StepRecord: "step-record",
     ModelState: "model-state",
     LaneState: "lane-state",
@@ -41,6 +44,7 @@ _NAMES: dict[type[BaseModel], str] = {
     GroupRejected: "group-rejected",
     TrajectoryRejected: "trajectory-rejected",
     JobStateChanged: "job-state-changed",
+    ModelStatusChanged: "model-status-changed",
     Starved: "starved",
     WeightsPublished: "weights-published",
     WeightsApplied: "weights-applied",

@@ -83,6 +83,18 @@ class JobStateChanged(Record):
     changed_at: datetime = Field(default_factory=utc_now)
 
 
+class ModelStatusChanged(Record):
+    """A model was stopped, has diverged, was resumed or deleted; `detail` says why and what to do."""
+
+    model_id: str
+    incarnation: str
+    status: str
+    previous: str
+    detail: str | None = None
+    policy_version: int
+    changed_at: datetime = Field(default_factory=utc_now)
+
+
 class Starved(Record):
     """A model had no trainable group for a while; counts of refusals by reason since the last step."""
 
@@ -92,4 +104,4 @@ class Starved(Record):
     noticed_at: datetime = Field(default_factory=utc_now)
 
 
-TrainingEvent = StepCompleted | GroupRejected | TrajectoryRejected | JobStateChanged | Starved
+TrainingEvent = StepCompleted | GroupRejected | TrajectoryRejected | JobStateChanged | ModelStatusChanged | Starved

@@ -36,14 +36,16 @@ class JobState(StrEnum):
 
     PENDING = "JOB_STATE_PENDING"
     RUNNING = "JOB_STATE_RUNNING"
+    PAUSED = "JOB_STATE_PAUSED"
     COMPLETED = "JOB_STATE_COMPLETED"
     FAILED = "JOB_STATE_FAILED"
     CANCELLED = "JOB_STATE_CANCELLED"
 
 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
-    JobState.PENDING: frozenset({JobState.RUNNING, JobState.CANCELLED, JobState.FAILED}),
-    JobState.RUNNING: frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED}),
+    JobState.PENDING: frozenset({JobState.RUNNING, JobState.PAUSED, JobState.CANCELLED, JobState.FAILED}),
+    JobState.RUNNING: frozenset({JobState.COMPLETED, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}),
+    JobState.PAUSED: frozenset({JobState.PENDING, JobState.CANCELLED, JobState.FAILED}),
     JobState.COMPLETED: frozenset(),
     JobState.FAILED: frozenset(),
     JobState.CANCELLED: frozenset(),

@@ -12,7 +12,7 @@ from pydantic import Field
 from headrace.schemas.base import Record, utc_now
 from headrace.schemas.jobs import JobDocument
 from headrace.schemas.reasons import RejectionReason
-from headrace.schemas.training import ModelSettings, TrainConfig
+from headrace.schemas.training import ModelSettings, SftConfig, TrainConfig
 from headrace.schemas.weights import WeightsRef
 
 
@@ -34,6 +34,8 @@ class OpenJob(Record):
     """Ids of its groups that were refused: they are no longer waited for."""
     document: JobDocument | None = None
     """As last written; null until the record was read."""
+    since: datetime | None = None
+    """When the log took the first record of it: its time-out counts from there."""
 
 
 class Intent(Record):
@@ -42,7 +44,10 @@ class Intent(Record):
     step: int
     offsets: tuple[int, ...]
     reason: str
+    """`linger`: a clock made the cut; `job`: a job's step is about to run; `attempt`: the owner before did not end cleanly."""
+    job_id: str | None = None
     attempts: int = 1
+    """How often a worker has begun this step since it was noted."""
 
 
 class RewardTrend(Record):
@@ -87,15 +92,24 @@ class ModelState(Record):
     last_attempt: str | None = None
     """Attempt id of the last committed step: how an unclear commit is resolved (rule 3)."""
     snapshot: WeightsRef | None = None
+    snapshot_step: int = 0
+    """The step that the snapshot is of; 0: there is none, the base model is the state."""
     weights: WeightsRef | None = None
-    steps_offset: int | None = None
-    """Offset in `steps` of the first record to run again after the snapshot."""
+    steps_since: tuple[int, ...] = ()
+    """For each step after the snapshot, in order, an offset in `steps`: its record is the first of this model at or after it."""
     scalars: TrainingScalars = TrainingScalars()
     """After the last committed step."""
     refusals: dict[RejectionReason, int] = Field(default_factory=dict)
     """Groups refused since creation, by reason."""
     trajectory_refusals: dict[RejectionReason, int] = Field(default_factory=dict)
     """Trajectories refused alone since creation, by reason; the rest of their groups went on."""
+    refusals_before: dict[RejectionReason, int] = Field(default_factory=dict)
+    """`refusals` as they stood at the last step: the difference is what was refused since."""
+    trajectory_refusals_before: dict[RejectionReason, int] = Field(default_factory=dict)
+    cancelled_early: tuple[str, ...] = ()
+    """Jobs whose cancellation was read before their record."""
+    shadow_of: str | None = None
+    """The model of another worker group whose groups this one trains on."""
     groups_trained: int = 0
     created_at: datetime = Field(default_factory=utc_now)
     updated_at: datetime = Field(default_factory=utc_now)
@@ -112,6 +126,8 @@ class LaneState(Record):
     commands_through: int = 0
     partitions: int
     """Partition count when the lane was first claimed; a change is refused (rule 6)."""
+    clean: bool = True
+    """The last owner gave the lane up in order: no batch is suspected of having ended it."""
     updated_at: datetime = Field(default_factory=utc_now)
 
 
@@ -136,6 +152,18 @@ class Fingerprint(Record):
     zero_stage: int = 0
 
 
+class Rebased(Record):
+    """A model that could not be run again to the bits of its ledger was resumed by an operator."""
+
+    step: int
+    """The step whose re-run differed, or could not be done."""
+    reason: str
+    expected_digest: str
+    """Of the weights that the ledger has for the version before."""
+    found_digest: str
+    """Of the weights that training goes on with."""
+
+
 class StepRecord(Record):
     """The ledger: one record for every committed step."""
 
@@ -151,11 +179,14 @@ class StepRecord(Record):
     """Groups trained on, as ranges of offsets in the lane."""
     groups: int
     refusals: dict[RejectionReason, int] = Field(default_factory=dict)
-    """Groups refused with this step, by reason."""
+    """Groups refused since the step before, by reason."""
     trajectory_refusals: dict[RejectionReason, int] = Field(default_factory=dict)
-    """Trajectories refused alone with this step, by reason."""
+    """Trajectories refused alone since the step before, by reason."""
     cut: str
-    """What made the cut: `groups_per_step`, `max_tokens_per_step` or `job`."""
+    """What made the cut: `groups_per_step`, `max_tokens_per_step`, `linger` or `job`; `rebased` and `forked` train nothing and begin anew."""
+    sft: SftConfig | None = None
+    """Of a supervised step."""
+    rebased: Rebased | None = None
     config: TrainConfig
     config_digest: str
     plan_digest: str
@@ -169,6 +200,9 @@ class StepRecord(Record):
     snapshot: WeightsRef | None = None
     plots: WeightsRef | None = None
     """PNG heat maps of the packed tensors, where `plot_tensors` asked for them."""
+    report: WeightsRef | None = None
+    """Folder with `report.json` (a `StepReport`) and, by option, `rows.safetensors`."""
+    scalars_before: TrainingScalars = TrainingScalars()
     scalars: TrainingScalars = TrainingScalars()
     """After this step."""
     fingerprint: Fingerprint

@@ -192,6 +192,8 @@ class BatchPolicy(Record):
 
     groups_per_step: int = Field(default=8, ge=1, le=65536)
     max_tokens_per_step: int | None = Field(default=None, ge=1)
+    linger_seconds: float | None = Field(default=None, gt=0)
+    """The stream's groups that have waited so long train although they are fewer; null: they wait for more."""
     zero_variance: Literal["count", "refuse"] = "count"
     """`count`: a group of equal rewards fills its place in the batch and adds no gradient; `refuse`: it is rejected."""
     incomplete_groups: Literal["partial", "minimum", "complete"] = "partial"
