@@ -177,7 +177,8 @@ class Lane:
         finish_job(run, step)
         await self._commit(book, writer, step)
         self._references.note(step.record)
-        await self._keeper.committed(run.state.model_id, step.snapshot)
+        if step.snapshot is not None:
+            await self._keeper.committed(run.state.model_id, step.snapshot)
         logger.info(
             "step %d of %s: %d groups, loss %s, %.3f s",
             step.record.step,

@@ -147,7 +147,14 @@ class LaneIntake:
                 if refusal is None:
                     # What was pending in the committed state was reported with it: the same transaction holds both.
                     report = record.offset not in run.recovering
-                    run.admit(Waiting(offset=record.offset, group=group, job_id=job_id), report_rejected=report)
+                    waiting = Waiting(
+                        offset=record.offset,
+                        group=group,
+                        job_id=job_id,
+                        producer=header_text(record.headers).get("ce_source"),
+                        timestamp_ms=record.timestamp,
+                    )
+                    run.admit(waiting, report_rejected=report)
                 else:
                     run.refuse(offset=record.offset, group_id=group.group_id, job_id=job_id, reason=refusal[0], detail=refusal[1])
 

@@ -31,6 +31,10 @@ class Waiting:
     offset: int
     group: TokenizedGroup
     job_id: str | None
+    producer: str | None = None
+    """`ce_source` of its record."""
+    timestamp_ms: int = -1
+    """When the log took it; -1: not known."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """The files of a step on their way to the object store, before its transaction begins.
 
 Guarantees: names carry model, incarnation, step and attempt and are never used again (exactly-once rule 14); every file is
-durable and every manifest written last when `store_step` returns. Gives up: deletion of what a lost attempt left behind.
+durable and every manifest written last when `store_step` returns. Gives up: deletion of what a lost attempt left behind, which is
+`headrace.consumers.orphans`.
 """
 
 import asyncio
@@ -9,11 +10,16 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
+
 from headrace.core.store import ObjectStore, fetch_folder, store_folder
+from headrace.schemas.report import REPORT_FILE, ROWS_FILE, StepReport
 from headrace.schemas.weights import FolderKind, Manifest, WeightsRef
 from headrace.trainer.plan import StepResult
 
 DUPLICATES_FILE = "duplicates.u64"
+STORED_AS: dict[FolderKind, str] = {"weights": "weights", "snapshot": "snapshots", "plots": "plots", "report": "reports"}
+"""The folder below `models/<id>/<incarnation>/` that each kind is stored in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,19 +28,22 @@ class StoredStep:
 
     weights: WeightsRef
     weights_manifest: Manifest
-    snapshot: WeightsRef
+    report: WeightsRef
+    snapshot: WeightsRef | None
+    """Where the plan asked for one."""
     plots: WeightsRef | None
     """Where the step drew any."""
 
 
-async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, duplicates: bytes) -> StoredStep:
-    """Store weights and snapshot; the local folder is gone afterwards.
+async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, duplicates: bytes, report: StepReport) -> StoredStep:
+    """Store what the step wrote, and its report; the local folder is gone afterwards.
 
     Args:
         store: The object store.
-        out_dir: The plan's `out_dir`, with `weights/`, `snapshot/` and perhaps `plots/`.
+        out_dir: The plan's `out_dir`, with `weights/` and perhaps `snapshot/`, `plots/` and `rows/`.
         result: What the rank answered.
         duplicates: The duplicate window at the cut: part of the snapshot.
+        report: Of the step; the kept rows lie beside it.
 
     Raises:
         HeadraceError: the store can't be reached, or refuses.
@@ -43,10 +52,10 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
     prefix = f"models/{key.model_id}/{key.incarnation}"
     name = f"{key.step:08d}-{key.attempt}"
 
-    def put(kind: FolderKind, folder: str) -> tuple[Manifest, WeightsRef]:
+    def put(kind: FolderKind) -> tuple[Manifest, WeightsRef]:
         return store_folder(
             store,
-            f"{prefix}/{folder}/{name}",
+            f"{prefix}/{STORED_AS[kind]}/{name}",
             out_dir / kind,
             kind=kind,
             model_id=key.model_id,
@@ -55,14 +64,30 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
             attempt=key.attempt or "",
         )
 
-    await asyncio.to_thread((out_dir / "snapshot" / DUPLICATES_FILE).write_bytes, duplicates)
-    (manifest, weights), (_, snapshot) = await asyncio.gather(
-        asyncio.to_thread(put, "weights", "weights"), asyncio.to_thread(put, "snapshot", "snapshots")
-    )
-    drawn = await asyncio.to_thread((out_dir / "plots").is_dir)
-    plots = (await asyncio.to_thread(put, "plots", "plots"))[1] if drawn else None
+    kinds = await asyncio.to_thread(_lay_out, out_dir, duplicates, report)
+    stored = dict(zip(kinds, await asyncio.gather(*(asyncio.to_thread(put, kind) for kind in kinds)), strict=True))
     await asyncio.to_thread(shutil.rmtree, out_dir, ignore_errors=True)
-    return StoredStep(weights=weights, weights_manifest=manifest, snapshot=snapshot, plots=plots)
+    manifest, weights = stored["weights"]
+    return StoredStep(
+        weights=weights,
+        weights_manifest=manifest,
+        report=stored["report"][1],
+        snapshot=stored["snapshot"][1] if "snapshot" in stored else None,
+        plots=stored["plots"][1] if "plots" in stored else None,
+    )
+
+
+def _lay_out(out_dir: Path, duplicates: bytes, report: StepReport) -> list[FolderKind]:
+    """Put beside the rank's files what the rank does not know; returns the folders to store."""
+    if (out_dir / "snapshot").is_dir():
+        (out_dir / "snapshot" / DUPLICATES_FILE).write_bytes(duplicates)
+    folder = out_dir / "report"
+    folder.mkdir(exist_ok=True)
+    (folder / REPORT_FILE).write_bytes(orjson.dumps(report.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+    rows = out_dir / "rows" / ROWS_FILE
+    if rows.is_file():
+        rows.rename(folder / ROWS_FILE)
+    return [kind for kind in STORED_AS if kind == "weights" or (out_dir / kind).is_dir()]
 
 
 async def load_duplicates(store: ObjectStore, snapshot: WeightsRef, into: Path) -> bytes:

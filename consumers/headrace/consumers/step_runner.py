@@ -21,6 +21,7 @@ from headrace.consumers.kl_references import KlReferences, ReferenceMissingError
 from headrace.consumers.lane_commands import problem_of
 from headrace.consumers.model_run import ModelRun
 from headrace.consumers.step_files import store_step
+from headrace.consumers.step_report import build_report
 from headrace.consumers.transaction import CommittedStep
 from headrace.consumers.world import TrainerWorld
 from headrace.core.settings import Settings
@@ -133,6 +134,7 @@ class StepRunner:
             sft=sft,
             scalars=state.scalars,
             reference=reference,
+            report_rows=self._settings.worker.report_rows,
             out_dir=str(self._work_dir / attempt),
         )
         lags = Counter(
@@ -145,7 +147,18 @@ class StepRunner:
 
     async def _committed(self, run: ModelRun, batch: Batch, prepared: _Prepared, result: StepResult) -> CommittedStep:
         state, plan = run.state, prepared.plan
-        stored = await store_step(self._store, Path(plan.out_dir), result, prepared.duplicates)
+        report = build_report(
+            plan=plan,
+            batch=batch,
+            result=result,
+            lane=self._lane,
+            refused=run.rejected,
+            refused_trajectories=run.rejected_trajectories,
+            unlisted=0,
+            timings={},
+            rows=plan.report_rows,
+        )
+        stored = await store_step(self._store, Path(plan.out_dir), result, prepared.duplicates, report)
         step = state.policy_version + 1
         metrics = {name: value for name, value in result.metrics.items() if math.isfinite(value)}
         record = StepRecord(
@@ -171,6 +184,7 @@ class StepRunner:
             weights=stored.weights,
             snapshot=stored.snapshot,
             plots=stored.plots,
+            report=stored.report,
             scalars=result.scalars,
             fingerprint=result.fingerprint,
         )

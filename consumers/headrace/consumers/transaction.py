@@ -26,7 +26,8 @@ class CommittedStep:
     record: StepRecord
     completed: StepCompleted
     published: WeightsPublished
-    snapshot: WeightsRef
+    snapshot: WeightsRef | None
+    """Where the step stored one."""
     offsets: tuple[int, ...]
     """Groups used up."""
     num_sequences: int
@@ -104,7 +105,7 @@ def build(
             update = {
                 "policy_version": step.record.policy_version_after,
                 "last_attempt": step.record.attempt,
-                "snapshot": step.snapshot,
+                "snapshot": step.snapshot or run.state.snapshot,
                 "weights": step.record.weights,
                 "scalars": step.record.scalars,
                 "groups_trained": run.state.groups_trained + step.record.groups,

@@ -25,12 +25,12 @@ from headrace.trainer.deepspeed_setup import device, join_world, over_ranks
 from headrace.trainer.learning_rate import sft_rate, update_rate
 from headrace.trainer.metrics import TokenStats, batch_metrics, peak_memory, reset_peak_memory, token_metrics
 from headrace.trainer.options import StepOptions, resolve
-from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
+from headrace.trainer.plan import BaseSource, Saved, SavePlan, StateKey, StepPlan, StepResult
 from headrace.trainer.reference import as_reference
 from headrace.trainer.resident import Loaded, Resident
 from headrace.trainer.reward_trend import add, multiplier, reward_deviation
 from headrace.trainer.rows import PackedUpdate
-from headrace.trainer.training_state import save_state
+from headrace.trainer.training_state import check_finite, save_state
 from headrace.trainer.update import PerRow, Updated, Updater, UpdateSettings, joined, without_dropout
 from headrace.trainer.world import Seat, WorldSettings
 
@@ -134,6 +134,15 @@ class TrainingEngine:
             fingerprint=self.fingerprint(),
         )
 
+    def save(self, plan: SavePlan) -> Saved:
+        """Write the resident state as a snapshot. Called by all ranks; rank 0 writes.
+
+        Raises:
+            HeadraceError: another state is resident.
+        """
+        save_state(Path(plan.folder), plan.state, self._resident.holding(plan.state).trainable)
+        return Saved()
+
     def _warn(self, model_id: str, options: StepOptions) -> None:
         """Each warning once, by rank 0."""
         for warning in options.warnings if self._seat.rank == 0 else ():
@@ -211,6 +220,10 @@ class TrainingEngine:
         """Load a base model that the first plan will need; another base drops it."""
         self._resident.preload(base)
 
+    def drop(self) -> None:
+        """Free the model on the device; the next plan loads one."""
+        self._resident.drop()
+
     def fingerprint(self) -> Fingerprint:
         """The environment."""
         return Fingerprint(
@@ -229,10 +242,13 @@ class TrainingEngine:
         out_dir = Path(plan.out_dir)
         # Rank 0 writes; the others take part in gathering what is sharded.
         if self._seat.rank == 0:
-            for name in ("weights", "snapshot"):
+            for name in ("weights", "snapshot") if plan.snapshot else ("weights",):
                 (out_dir / name).mkdir(parents=True, exist_ok=True)
         loaded.writer.write(out_dir / "weights")
-        save_state(out_dir / "snapshot", key, loaded.trainable)
+        if plan.snapshot:
+            save_state(out_dir / "snapshot", key, loaded.trainable)
+        else:
+            check_finite(loaded.trainable)
         if options.plot_tensors and updates and self._seat.rank == 0:
             from headrace.trainer.plots import plot_rows  # noqa: PLC0415 - draws with matplotlib, seldom asked for
 

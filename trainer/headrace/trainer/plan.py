@@ -1,4 +1,4 @@
-"""The two messages between the process that owns Kafka and the rank: a plan handed over, a result handed back.
+"""The messages between the process that owns Kafka and the rank: a plan handed over, a result handed back.
 
 Guarantees: plain frozen data, no torch, no Kafka; a plan says from which state it starts, so a rank can't train on top of a state that
 was never committed (exactly-once rule 5). Gives up: sharing memory; a plan is pickled (protocol 5) through a pipe.
@@ -7,6 +7,7 @@ was never committed (exactly-once rule 5). Gives up: sharing memory; a plan is p
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headrace.schemas.report import RowsKept
 from headrace.schemas.state import Fingerprint, TrainingScalars
 from headrace.schemas.training import ModelSettings, SftConfig, TrainConfig
 from headrace.trainer.groups import TokenizedGroup
@@ -63,8 +64,26 @@ class StepPlan:
     """Needed where the config asks for a KL term."""
     load_from: str | None = None
     """Local folder of the snapshot of `state`; needed where the rank does not hold that state and its step is above 0."""
+    snapshot: bool = True
+    """Whether the new state is written, too."""
+    report_rows: RowsKept = "none"
+    """How many of the packed rows are written."""
     out_dir: str
-    """Local folder: the rank writes `weights/`, `snapshot/` and, where asked for, `plots/` into it."""
+    """Local folder: the rank writes `weights/` and, where asked for, `snapshot/`, `rows/` and `plots/` into it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlan:
+    """Write the state that the ranks hold, because another model's turn comes or the worker ends."""
+
+    state: StateKey
+    folder: str
+    """Local; it exists, and is empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """The state lies in the folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
-from headrace.trainer.plan import BaseSource, StepPlan, StepResult
+from headrace.trainer.plan import BaseSource, Saved, SavePlan, StepPlan, StepResult
 from headrace.trainer.rank_main import Failure, SignOfLife, main
 from headrace.trainer.world import Seat, WorldSettings
 
@@ -97,6 +97,12 @@ class RankWorld:
             with contextlib.suppress(OSError):
                 pipe.send(("preload", base))
 
+    def drop(self) -> None:
+        """Ask the ranks to free the model that they hold; nothing is awaited."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(("drop", None))
+
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step; blocks until it is done.
 
@@ -104,6 +110,15 @@ class RankWorld:
             StepFailedError: it raised. A world of one rank lives on; a larger one has ended.
             RankDiedError: a rank is gone, or hung; the world has ended.
         """
+        result = self._ask(plan)
+        assert isinstance(result, StepResult)  # noqa: S101 - narrows the type: a step was asked for
+        return result
+
+    def save(self, plan: SavePlan) -> None:
+        """Write the state that the ranks hold; raises as `run`."""
+        self._ask(plan)
+
+    def _ask(self, plan: StepPlan | SavePlan) -> StepResult | Saved:
         # From a thread of its own: a rank that is stopped, or that still waits for another to start, reads no plan, and a large one does
         # not fit into the pipe.
         sending = threading.Thread(target=self._send, args=(plan,), name="headrace-plan", daemon=True)
@@ -119,12 +134,12 @@ class RankWorld:
         finally:
             sending.join(_STOP_SECONDS)  # at once: the result is here, or who should have read the plan is not
 
-    def _send(self, plan: StepPlan) -> None:
+    def _send(self, plan: StepPlan | SavePlan) -> None:
         with contextlib.suppress(OSError):  # a rank is gone: the end of its pipe says so to who waits for the result
             for rank, pipe in enumerate(self._pipes):
                 pipe.send(("run", plan if rank == 0 else None))
 
-    def _result(self) -> StepResult:
+    def _result(self) -> StepResult | Saved:
         by_pipe = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         limit = self._world.silence_seconds
         silent = dict.fromkeys(by_pipe.values(), 0.0)
@@ -140,7 +155,7 @@ class RankWorld:
                 message = pipe.recv()
                 silent[rank] = 0.0
                 self._ready.add(rank)
-                if isinstance(message, StepResult):
+                if isinstance(message, StepResult | Saved):
                     return message
                 if isinstance(message, Failure):
                     raise self._failed(rank, message)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headrace.core.errors import HeadraceError
 from headrace.core.processes import die_with, name_process
-from headrace.trainer.plan import BaseSource, StepPlan, StepResult
+from headrace.trainer.plan import BaseSource, Saved, SavePlan, StepPlan, StepResult
 from headrace.trainer.world import Seat, WorldSettings
 
 if TYPE_CHECKING:  # it imports torch, which only a rank does
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # it imports torch, which only a rank does
 
 logger = logging.getLogger(__name__)
 
-Request = tuple[Literal["run"], StepPlan | None] | tuple[Literal["preload"], BaseSource]
+Request = tuple[Literal["run"], StepPlan | SavePlan | None] | tuple[Literal["preload"], BaseSource] | tuple[Literal["drop"], None]
 """To a rank; only rank 0 gets the plan itself."""
 
 _PEEK_SECONDS = 0.05
@@ -55,7 +55,7 @@ class Failure:
     """The traceback."""
 
 
-Answer = StepResult | Failure | SignOfLife
+Answer = StepResult | Saved | Failure | SignOfLife
 """From a rank; the result is rank 0's."""
 
 
@@ -84,6 +84,8 @@ def main(pipe: Connection, world: WorldSettings, seat: Seat, parent: int) -> Non
             match pipe.recv():
                 case ("preload", BaseSource() as base):
                     _preload(engine, base)
+                case ("drop", None):
+                    engine.drop()
                 case ("run", plan):
                     with _signs_of_life(answer, world.silence_seconds / 4):
                         outcome = _run(engine, world, seat, plan)
@@ -155,9 +157,10 @@ def _preload(engine: "TrainingEngine", base: BaseSource) -> None:
         logger.exception("preload failed")
 
 
-def _run(engine: "TrainingEngine", world: WorldSettings, seat: Seat, plan: StepPlan | None) -> StepResult | Failure:
+def _run(engine: "TrainingEngine", world: WorldSettings, seat: Seat, plan: StepPlan | SavePlan | None) -> StepResult | Saved | Failure:
     try:
-        return engine.run(_shared(world, seat, plan))
+        shared = _shared(world, seat, plan)
+        return engine.save(shared) if isinstance(shared, SavePlan) else engine.run(shared)
     except Exception:  # noqa: BLE001 - reported, and judged by the worker
         return Failure(text=traceback.format_exc())
 
@@ -175,14 +178,14 @@ def _tell(word: bytes) -> None:
     _told += 1
 
 
-def _shared(world: WorldSettings, seat: Seat, plan: StepPlan | None) -> StepPlan:
+def _shared(world: WorldSettings, seat: Seat, plan: StepPlan | SavePlan | None) -> StepPlan | SavePlan:
     """The plan at every rank."""
     if world.size > 1:
         import torch  # noqa: PLC0415 - the engine imported it
 
         if seat.rank == 0:
             _tell(_RUN)
-        box: list[StepPlan | None] = [plan]
+        box: list[StepPlan | SavePlan | None] = [plan]
         torch.distributed.broadcast_object_list(box, src=0)
         (plan,) = box
     if plan is None:

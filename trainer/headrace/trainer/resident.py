@@ -65,6 +65,16 @@ class Resident:
         """A step has made the model's state this one."""
         self._state = state
 
+    def holding(self, state: StateKey) -> Loaded:
+        """The model, if it is in just this state.
+
+        Raises:
+            HeadraceError: it is not.
+        """
+        if self._loaded is None or self._state != state:
+            raise HeadraceError(f"this rank does not hold {state}, but {self._state}")
+        return self._loaded
+
     def at(self, plan: StepPlan) -> Loaded:
         """The model in the state that the plan starts from.
 

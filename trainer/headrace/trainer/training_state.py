@@ -37,14 +37,27 @@ def save_state(folder: Path, key: StateKey, trainable: Trainable) -> None:
         DivergedError: a weight is infinite or NaN.
     """
     parameters, moments = trainable.training_tensors()
-    bad = next((name for name, tensor in parameters.items() if not bool(tensor.isfinite().all())), None)
-    if bad is not None:
-        raise DivergedError(f"the update made {bad} infinite or NaN: lower the learning rate or the weight decay; the step is not taken")
+    _check(parameters)
     if torch.distributed.get_rank() != 0:
         return
     save_file(parameters, folder / PARAMETERS)
     save_file(moments, folder / MOMENTS)
     (folder / STATE).write_bytes(orjson.dumps(_identity(key), option=orjson.OPT_INDENT_2))
+
+
+def check_finite(trainable: Trainable) -> None:
+    """Refuse a state whose weights are not finite, where it is not written. Called by all ranks.
+
+    Raises:
+        DivergedError: as `save_state`.
+    """
+    _check(trainable.training_tensors()[0])
+
+
+def _check(parameters: Tensors) -> None:
+    bad = next((name for name, tensor in parameters.items() if not bool(tensor.isfinite().all())), None)
+    if bad is not None:
+        raise DivergedError(f"the update made {bad} infinite or NaN: lower the learning rate or the weight decay; the step is not taken")
 
 
 def load_state(folder: Path, key: StateKey, trainable: Trainable) -> None:
