@@ -7,10 +7,11 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.admin.new_partitions import NewPartitions
+from tests.core.conftest import MakeTopic
 
 from headrace.core.kafka import ClientOptions
 from headrace.core.settings import KafkaSettings, Settings, TopicSettings
-from headrace.core.topic_admin import ConfigDifference, TopicsDifferError, apply, lane_count, show
+from headrace.core.topic_admin import ConfigDifference, TopicsDifferError, apply, lane_count, retention_ms, show
 from headrace.core.topic_metadata import open_admin, partition_counts
 from headrace.schemas.topics import TOPICS
 
@@ -113,3 +114,11 @@ async def test_a_replication_that_the_cluster_cannot_give_is_said(settings: Sett
     topics = settings.topics.model_copy(update={"replication_factor": 3})
     with pytest.raises(TopicsDifferError, match=r"(?i)creating .*replication"):
         await apply(settings.model_copy(update={"topics": topics}))
+
+
+async def test_retention_is_read_from_the_broker_and_none_means_for_ever(options: ClientOptions, make_topic: MakeTopic) -> None:
+    assert await retention_ms(options, await make_topic("short", config={"retention.ms": "120000"})) == 120_000
+    assert await retention_ms(options, await make_topic("kept", config={"retention.ms": "-1"})) is None
+    assert await retention_ms(options, await make_topic("default")) == 7 * 24 * 3600 * 1000, "the broker's default"
+    with pytest.raises(TopicsDifferError, match="reading the settings of"):
+        await retention_ms(options, "no-such-topic")

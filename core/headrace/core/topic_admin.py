@@ -112,6 +112,18 @@ async def lane_count(options: ClientOptions, topics: Topics) -> int:
     return found.pop()
 
 
+async def retention_ms(options: ClientOptions, topic: str) -> int | None:
+    """For how long a topic keeps a record, at least; None: for ever.
+
+    Raises:
+        TopicsDifferError: there is no such topic.
+        KafkaUnavailableError: no broker.
+    """
+    async with open_admin(options) as admin:
+        value, _ = (await _configs(admin, [topic]))[topic].get("retention.ms", (None, False))
+    return None if value is None or int(value) < 0 else int(value)
+
+
 def _refuse_other_counts(reports: list[TopicReport]) -> None:
     wrong = [r for r in reports if r.spec.lane and r.partitions not in {None, r.wanted_partitions}]
     if wrong:
