@@ -1,0 +1,112 @@
+"""Single records by their offsets: what recovery and replay read of a log, however long it has grown.
+
+Guarantees: `read_committed`; each offset that was asked for is in the answer, or the call raises and names all that are gone; offsets that
+stand close together are read in one go. Gives up: memory bounds; the caller bounds what it asks for.
+"""
+
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.errors import OffsetOutOfRangeError
+
+from headrace.core.kafka import ClientOptions, plain_errors
+from headrace.core.reading import POLL_MS, STALL_SECONDS, OffsetLostError, ReadStalledError, end_offsets
+
+_NAMED = 8
+_NEAR = 64
+"""Offsets no further apart are read over rather than jumped to."""
+
+
+async def fetch_offsets(options: ClientOptions, topic: str, partition: int, offsets: Iterable[int]) -> dict[int, ConsumerRecord]:
+    """The records at these offsets.
+
+    Args:
+        options: From `client_options`.
+        topic: Full topic name.
+        partition: Its partition.
+        offsets: In any order.
+
+    Raises:
+        OffsetLostError: names all offsets that the log does not have (any more).
+        ReadStalledError: no progress.
+        KafkaUnavailableError: no broker, or the topic does not exist.
+    """
+    wanted = sorted(set(offsets))
+    if not wanted:
+        return {}
+    where = TopicPartition(topic, partition)
+    found: dict[int, ConsumerRecord] = {}
+    with plain_errors(options):
+        end = (await end_offsets(options, topic, [partition]))[partition]
+        async with single_reader(options, where) as consumer:
+            first = (await consumer.beginning_offsets([where]))[where]
+            for run in _runs([offset for offset in wanted if first <= offset < end]):
+                await _read_run(consumer, where, run, found)
+    if missing := [offset for offset in wanted if offset not in found]:
+        raise OffsetLostError(_gone(where, missing, first))
+    return found
+
+
+@asynccontextmanager
+async def single_reader(options: ClientOptions, where: TopicPartition) -> AsyncIterator[AIOKafkaConsumer]:
+    """A `read_committed` consumer of one partition, without a group, standing nowhere yet: `seek` it."""
+    consumer = AIOKafkaConsumer(
+        **options,
+        group_id=None,
+        enable_auto_commit=False,
+        auto_offset_reset="none",
+        isolation_level="read_committed",
+        fetch_max_wait_ms=50,
+        retry_backoff_ms=20,
+    )
+    try:
+        await consumer.start()
+        consumer.assign([where])
+        yield consumer
+    finally:
+        await consumer.stop()
+
+
+async def _read_run(consumer: AIOKafkaConsumer, where: TopicPartition, run: list[int], found: dict[int, ConsumerRecord]) -> None:
+    consumer.seek(where, run[0])
+    asked, moved_at, at = set(run), time.monotonic(), run[0]
+    at_once: int | None = None  # records of one poll; None: as many as come
+    while at <= run[-1]:
+        try:
+            batches = await consumer.getmany(where, timeout_ms=POLL_MS, max_records=at_once)
+        except OffsetOutOfRangeError:
+            return  # retention ran meanwhile: they are missing
+        except UnicodeDecodeError:
+            # A header's name that is no UTF-8 (as `LaneReader` meets it): nobody asks for such a record, it is passed by, alone.
+            at = await consumer.position(where) + (at_once or 0)
+            consumer.seek(where, at)
+            at_once = 1
+            continue
+        for record in batches.get(where, ()):
+            if record.offset in asked:
+                found[record.offset] = record
+        now = await consumer.position(where)
+        if now != at:
+            at, moved_at = now, time.monotonic()
+        elif time.monotonic() - moved_at > STALL_SECONDS:
+            raise ReadStalledError(f"no progress for {STALL_SECONDS:g} s: {where.topic} partition {where.partition} at {at}")
+
+
+def _runs(offsets: list[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for offset in offsets:
+        if runs and offset - runs[-1][-1] <= _NEAR:
+            runs[-1].append(offset)
+        else:
+            runs.append([offset])
+    return runs
+
+
+def _gone(where: TopicPartition, missing: list[int], first: int) -> str:
+    named = ", ".join(map(str, missing[:_NAMED])) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
+    return (
+        f"{where.topic} partition {where.partition}: offsets {named} are needed and are not there; the log begins at {first} "
+        "(retention deleted what stood before: raise retention.ms of the topic to keep records longer)"
+    )
