@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.model_names import Model, Project, model_id
+
 if TYPE_CHECKING:
     from headrace.core.model_views import ModelView
-    from headrace.core.settings import Settings
 
 app = typer.Typer(help="Models: created and deleted by command, trained by the worker of their group.", no_args_is_help=True)
 
-Project = Annotated[str, typer.Option("--project", "-p", help="Project of the model.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until a worker has taken it up.")]
 Seconds = Annotated[float, typer.Option("--timeout", min=0, help="Seconds that --wait waits at most.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Id, or name in the project.")]
 
 
 @app.command()
@@ -106,7 +105,7 @@ def show(model: Model, project: Project = "default", as_json: AsJson = False) ->
     from headrace.core.settings import Settings  # noqa: PLC0415
 
     process = Settings()
-    _print_one(asyncio.run(models.get_model(process, _id(process, project, model))), as_json)
+    _print_one(asyncio.run(models.get_model(process, model_id(process, project, model))), as_json)
 
 
 @app.command()
@@ -116,24 +115,12 @@ def delete(model: Model, project: Project = "default", wait: Wait = False, timeo
     from headrace.core.settings import Settings  # noqa: PLC0415
 
     async def run() -> "ModelView":
-        view = await models.delete_model(process, _id(process, project, model))
+        view = await models.delete_model(process, model_id(process, project, model))
         return await models.wait_for_model(process, view, timeout) if wait else view
 
     process = Settings()
     view = asyncio.run(run())
     typer.echo(f"{view.model_id} {view.status}")
-
-
-def _id(process: "Settings", project: str, model: str) -> str:
-    """The id as it is, or that of the name."""
-    import uuid  # noqa: PLC0415
-
-    from headrace.core.models import model_id_of  # noqa: PLC0415
-
-    try:
-        return str(uuid.UUID(model))
-    except ValueError:
-        return model_id_of(process.account, project, model)
 
 
 def _as_dict(view: "ModelView") -> dict[str, Any]:
