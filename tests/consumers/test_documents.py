@@ -98,7 +98,7 @@ def test_what_faststream_says_of_the_subscribers_is_in_the_document():
 
 def test_dead_letters_are_described_with_the_headers_they_have():
     class Source:
-        topic, partition, offset, timestamp, key, value, headers = "t", 0, 1, 2, b"k", b"v", ()
+        topic, partition, offset, timestamp, key, value, headers = "t", 0, 1, 2, b"k", None, ()
 
     letter = dead_letter(Topics(), Source(), CodecError(DeadLetterReason.NOT_JSON, "a", "b"), 0)
     described = asyncapi_document()["components"]["schemas"]["DeadLetterHeaders"]["properties"]

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from headrace.core.kafka import ClientOptions
 from headrace.core.topic_metadata import partition_count
+from headrace.schemas.dead_letters import is_dead_letter
 from headrace.schemas.envelope import header_text, open_record, record_models
 from headrace.schemas.state import ModelState
 from headrace.schemas.topics import Topics
@@ -88,13 +89,14 @@ class Following:
     async def _poll(self) -> None:
         for partition, records in (await self._consumer.getmany(timeout_ms=200)).items():
             for record in records:
-                if partition.topic == self._topics.dead_letters:
+                if is_dead_letter(record.headers):
                     if self._model_id is None or record.key == self._model_id.encode():
                         self.dead_letters.append(record)
                     continue
                 headers = header_text(record.headers)
                 opened = open_record(record.value, headers, record_models())
-                if self._model_id is None or getattr(opened, "model_id", None) == self._model_id:
+                about = getattr(opened, "model_id", (record.key or b"").decode())  # what became of a dead letter has its key alone
+                if self._model_id is None or about == self._model_id:
                     self.event_ids[headers["ce_id"]] += 1
                     self.records.append(opened)
 

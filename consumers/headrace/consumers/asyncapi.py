@@ -31,7 +31,7 @@ _PARTIES: dict[str, tuple[str, str]] = {
     topics.WEIGHTS: (_WORKER, "weight subscribers beside rollout engines; producers that pace themselves"),
     topics.WEIGHT_ACKS: ("weight subscribers beside rollout engines", "dashboards and subscribers"),
     topics.JOBS: ("the gateway, once with the job; then the worker that owns the model's lane", "the gateway; subscribers"),
-    topics.DEAD_LETTERS: (_WORKER, "people and tools that look for what went wrong"),
+    topics.DEAD_LETTERS: (f"{_WORKER}; the command line, of what became of a letter", "people and tools that look for what went wrong"),
 }
 """Who sends to a topic and who receives from it."""
 
@@ -69,9 +69,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _message_names(topic: str) -> list[str]:
-    if topic == topics.DEAD_LETTERS:
-        return ["DeadLetter"]
-    names: list[str] = []
+    names = ["DeadLetter"] if topic == topics.DEAD_LETTERS else []
     for model in CARRIED[topic]:
         names.append(model.__name__)
         if model is TrajectoryGroup:
@@ -165,7 +163,7 @@ _CLOUD_EVENT_HEADERS: dict[str, Any] = {
 }
 _DEAD_LETTER_HEADERS: dict[str, Any] = {
     "type": "object",
-    "description": "The original's headers, and these.",
+    "description": "The original's headers, and these behind them. A record without `headrace-error-reason` is no dead letter.",
     "properties": {
         f"headrace-error-{name}": {"type": "string", "description": description}
         for name, description in (
@@ -177,6 +175,7 @@ _DEAD_LETTER_HEADERS: dict[str, Any] = {
             ("partition", "Source partition."),
             ("offset", "Source offset."),
             ("time", "Timestamp of the source record, milliseconds since 1970, UTC."),
+            ("value", "`null`: the source record had no value. Absent otherwise."),
         )
     },
 }

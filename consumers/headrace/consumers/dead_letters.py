@@ -6,6 +6,7 @@ Guarantees: key, value and headers are the original's; ours are added behind the
 from aiokafka import ConsumerRecord
 
 from headrace.consumers.outgoing import Outgoing
+from headrace.schemas.dead_letters import ERROR_REASON, ERROR_VALUE
 from headrace.schemas.errors import CodecError
 from headrace.schemas.topics import Topics
 
@@ -23,7 +24,7 @@ def dead_letter(topics: Topics, record: ConsumerRecord, error: CodecError, parti
         partition: Partition of `dead-letters` to write to.
     """
     notes = {
-        "headrace-error-reason": error.reason.value,
+        ERROR_REASON: error.reason.value,  # the first of ours: what stands before it is the original's
         "headrace-error-path": error.path[:DETAIL_LIMIT],
         "headrace-error-detail": error.detail[:DETAIL_LIMIT],
         "headrace-error-type": type(error).__name__,
@@ -33,7 +34,7 @@ def dead_letter(topics: Topics, record: ConsumerRecord, error: CodecError, parti
         "headrace-error-time": str(record.timestamp),
     }
     if record.value is None:
-        notes["headrace-error-value"] = "null"
+        notes[ERROR_VALUE] = "null"
     return Outgoing(
         topic=topics.dead_letters,
         key=record.key,

@@ -23,6 +23,7 @@ from faststream.message import StreamMessage
 from pydantic import BaseModel
 
 from headrace.schemas.carried import CARRIED, topic_of
+from headrace.schemas.dead_letters import is_dead_letter
 from headrace.schemas.envelope import header_text, model_of, open_record
 from headrace.schemas.errors import CodecError
 from headrace.schemas.reasons import DeadLetterReason
@@ -90,7 +91,8 @@ class RecordScope:
         return result
 
     async def _is_mine(self, message: StreamMessage[Any], record: ConsumerRecord) -> bool:
-        if record.value is None:
+        # A dead letter keeps its sender's `ce_type`, and may lack one: it is never a record of ours.
+        if record.value is None or is_dead_letter(record.headers):
             return False
         try:
             return model_of(message.headers, self._carried) is self.model and await message.decode() is not None

@@ -1,6 +1,7 @@
 """Which records each topic carries: one table for readers, for subscribers and for the AsyncAPI document.
 
-The first of a topic is what a record without `ce_type` is read as. `dead-letters` carries foreign bytes and is not here.
+The first of a topic is what a record without `ce_type` is read as. Of `dead-letters` only our own records are here: the letters are
+foreign bytes, whatever their `ce_type` says (`headrace.schemas.dead_letters`).
 """
 
 from pydantic import BaseModel
@@ -8,6 +9,7 @@ from pydantic import BaseModel
 from headrace.schemas import topics
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.commands import COMMANDS
+from headrace.schemas.dead_letters import DeadLetterResolved
 from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, StepCompleted, TrajectoryRejected
 from headrace.schemas.jobs import JobDocument, TrainingJob
 from headrace.schemas.state import LaneState, ModelState, StepRecord
@@ -23,6 +25,7 @@ CARRIED: dict[str, tuple[type[BaseModel], ...]] = {
     topics.WEIGHTS: (WeightsPublished,),
     topics.WEIGHT_ACKS: (WeightsApplied, WeightsFailed),
     topics.JOBS: (JobDocument,),
+    topics.DEAD_LETTERS: (DeadLetterResolved,),
 }
 """Record models by topic name without the prefix."""
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from headrace.schemas.base import utc_now
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel, PauseJob, ResumeJob, ResumeModel
+from headrace.schemas.dead_letters import DeadLetterResolved
 from headrace.schemas.errors import CodecError
 from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, StepCompleted, TrajectoryRejected
 from headrace.schemas.jobs import JobDocument, TrainingJob
@@ -50,6 +51,7 @@ _NAMES: dict[type[BaseModel], str] = {
     WeightsApplied: "weights-applied",
     WeightsFailed: "weights-failed",
     JobDocument: "job-document",
+    DeadLetterResolved: "dead-letter-resolved",
 }
 _MODELS = {name: model for model, name in _NAMES.items()}
 

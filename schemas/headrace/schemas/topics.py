@@ -92,7 +92,7 @@ TOPICS: tuple[TopicSpec, ...] = (
     TopicSpec(
         name=DEAD_LETTERS,
         key="as the original",
-        carries="records that could not be read, bytes untouched",
+        carries="records that could not be read, bytes untouched; and what became of them",
         lane=False,
         # The original's bytes and our headers on top: a record at the broker's default limit must still fit.
         config={"cleanup.policy": "delete", "retention.ms": str(30 * _DAY_MS), "max.message.bytes": str(2 * 1024 * 1024)},
