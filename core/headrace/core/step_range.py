@@ -4,10 +4,12 @@ Guarantees: what is no range is refused with the text and what is possible; noth
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
 from headrace.core.errors import HeadraceError
+from headrace.schemas.state import offset_ranges
 
 _ALLOWED = "allowed are A..B, A.., ..B and A, where the first step is 1 and both ends belong to the range"
 _STEP = re.compile(r"[0-9]{1,18}", re.ASCII)
@@ -55,3 +57,9 @@ class StepRange:
         if self.first == self.last:
             return str(self.first)
         return f"{'' if self.first is None else self.first}..{'' if self.last is None else self.last}"
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """Steps or offsets in few words: [1, 2, 3, 7] is `1..3, 7`."""
+    ranges = offset_ranges(list(numbers))
+    return ", ".join(str(found.first) if found.first == found.last else f"{found.first}..{found.last}" for found in ranges)
