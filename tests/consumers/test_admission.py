@@ -6,7 +6,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from tests.consumers.conftest import TEMPLATE
+from tests.consumers.tiny_model import TEMPLATE
 
 from headrace.consumers.admission import AdmissionRequest, Admitted, Refused
 from headrace.consumers.admission_pool import AdmissionPool
