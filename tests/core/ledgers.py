@@ -1,12 +1,24 @@
 """Records of a ledger as a worker would write them, for the tests of what reads it."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
+from aiokafka import AIOKafkaProducer
+from pydantic import BaseModel
+
+from headrace.core.kafka import client_options
+from headrace.core.lanes import lane_of
+from headrace.core.settings import Settings
+from headrace.core.store import ObjectStore, store_folder
+from headrace.schemas.claim import GroupClaim
+from headrace.schemas.envelope import seal
 from headrace.schemas.reasons import RejectionReason
-from headrace.schemas.state import Fingerprint, Rebased, StepRecord, offset_ranges
+from headrace.schemas.report import REPORT_FILE, ROWS_FILE, StepReport
+from headrace.schemas.state import Fingerprint, ModelState, Rebased, StepRecord, offset_ranges
 from headrace.schemas.training import SftConfig, TrainConfig
+from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.schemas.weights import WeightsRef
 
 FINGERPRINT = Fingerprint(
@@ -82,3 +94,48 @@ def record(
         fingerprint=FINGERPRINT,
         committed_at=BEGAN + timedelta(seconds=step),
     )
+
+
+async def write(settings: Settings, records: Iterable[BaseModel], *, key: str, source: str = "test/worker") -> list[int]:
+    """Records into the topics that carry them, in the partition of the model `key`; returns their offsets."""
+    topics = settings.topic_names
+    topic_of = {
+        StepRecord: topics.steps,
+        ModelState: topics.models,
+        TrajectoryGroup: topics.trajectory_groups,
+        GroupClaim: topics.trajectory_groups,
+    }
+    options = client_options(settings.kafka, "test")
+    producer = AIOKafkaProducer(**options)
+    await producer.start()
+    try:
+        offsets = []
+        for each in records:
+            value, headers = seal(each, source=source)
+            topic = topic_of.get(type(each), topics.training_events)
+            lane = lane_of(key, settings.topics.partitions)
+            sent = await producer.send_and_wait(topic, value, key=key.encode(), partition=lane, headers=headers)
+            offsets.append(int(sent.offset))
+        return offsets
+    finally:
+        await producer.stop()
+
+
+def store_report(store: ObjectStore, report: StepReport, scratch: Path, *, rows: bytes | None = None) -> WeightsRef:
+    """A report as a worker stores it."""
+    folder = scratch / f"report-{report.step}-{report.attempt}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / REPORT_FILE).write_text(report.model_dump_json())
+    if rows is not None:
+        (folder / ROWS_FILE).write_bytes(rows)
+    _, ref = store_folder(
+        store,
+        f"models/{report.model_id}/{report.incarnation}/reports/{report.step}-{report.attempt}",
+        folder,
+        kind="report",
+        model_id=report.model_id,
+        incarnation=report.incarnation,
+        step=report.step,
+        attempt=report.attempt,
+    )
+    return ref

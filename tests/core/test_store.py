@@ -5,11 +5,11 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from headrace.core.local import LocalS3
 from headrace.core.settings import S3Settings
 from headrace.core.store import (
     DigestMismatchError,
@@ -27,20 +27,6 @@ LARGE = 17 * 1024 * 1024 + 5
 
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-@pytest.fixture(params=["file", "s3"])
-def store_url(request: pytest.FixtureRequest, tmp_path: Path, topic_prefix: str) -> tuple[str, S3Settings]:
-    if request.param == "file":
-        return f"file://{tmp_path}/store", S3Settings()
-    s3: LocalS3 = request.getfixturevalue("s3")
-    settings = {"endpoint_url": s3.endpoint_url, "access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
-    return f"s3://{s3.bucket}/{topic_prefix}store", S3Settings.model_validate(settings)
-
-
-@pytest.fixture
-def store(store_url: tuple[str, S3Settings]) -> ObjectStore:
-    return open_store(*store_url)
 
 
 def test_what_was_put_comes_back(store: ObjectStore) -> None:
@@ -257,3 +243,14 @@ def test_uris_of_other_places_are_refused(store: ObjectStore, store_url: tuple[s
     for uri in (url + "/", url + "/../x", url + "/a/../../x", url + "//etc"):
         with pytest.raises(InvalidKeyError, match="is no object key"):
             store.resolve(uri)
+
+
+def test_list_and_head_say_when_an_object_was_stored(store: ObjectStore) -> None:
+    before = datetime.now(UTC)
+    store.put_bytes_if_absent("a/k", b"x")
+    after = datetime.now(UTC)
+    second = timedelta(seconds=1)  # S3 tells whole seconds
+    (listed,) = store.list("a/")
+    for found in (listed, store.head("a/k")):
+        assert found.modified is not None
+        assert before - second <= found.modified <= after + second

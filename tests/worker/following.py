@@ -87,7 +87,7 @@ class Following:
             raise AssertionError(f"no {what} in {seconds} s; seen: {dict(seen)}, {len(self.dead_letters)} dead letters") from None
 
     async def _poll(self) -> None:
-        for partition, records in (await self._consumer.getmany(timeout_ms=200)).items():
+        for records in (await self._consumer.getmany(timeout_ms=200)).values():
             for record in records:
                 if is_dead_letter(record.headers):
                     if self._model_id is None or record.key == self._model_id.encode():

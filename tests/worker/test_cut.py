@@ -148,7 +148,7 @@ def test_a_stale_group_is_refused_at_the_cut_and_the_next_one_takes_its_place() 
     ],
 )
 def test_a_version_that_was_never_published_is_refused(initial: int | None, final: int | None, reason: RejectionReason | None) -> None:
-    refusal = judge(run_of(version=3), group("g", initial=initial, final=final)).refusal
+    refusal = judge(run_of(version=3).state.settings, 3, group("g", initial=initial, final=final)).refusal
     assert (None if refusal is None else refusal.reason) == reason
 
 
@@ -209,14 +209,14 @@ def test_members_lost_at_the_cut_are_said_with_the_step_and_not_before() -> None
 )
 def test_the_policy_for_incomplete_groups_holds_at_the_cut_too(policy: str, size: int | None, reason: RejectionReason | None) -> None:
     run = run_of(version=5, max_policy_lag=2, incomplete_groups=policy, minimum_group_size=size)
-    refusal = judge(run, members("g", 0, 5)).refusal
+    refusal = judge(run.state.settings, run.state.policy_version, members("g", 0, 5)).refusal
     assert (None if refusal is None else refusal.reason) == reason
     if refusal is not None:
         assert "trajectories[0] stale" in refusal.detail
 
 
 def test_a_group_whose_members_are_all_unfit_is_refused_with_the_first_ones_reason() -> None:
-    refusal = judge(run_of(version=5, max_policy_lag=2), members("g", 9, 1)).refusal
+    refusal = judge(run_of(version=5, max_policy_lag=2).state.settings, 5, members("g", 9, 1)).refusal
     assert refusal is not None
     assert (refusal.reason, refusal.trajectory) == (RejectionReason.UNKNOWN_POLICY_VERSION, 0)
 
@@ -225,7 +225,7 @@ def test_a_member_that_was_lost_at_admission_counts_at_the_cut_and_indices_stay_
     run = run_of(version=5, max_policy_lag=2, incomplete_groups="minimum", minimum_group_size=2)
     early = RejectedTrajectory(index=1, reason=RejectionReason.TOO_LONG, detail="trajectories[1]: long")
     group = replace(members("g", 5, 5, 0), rejected=(early,))
-    verdict = judge(run, group)
+    verdict = judge(run.state.settings, run.state.policy_version, group)
     assert [member.index for member in verdict.lost] == [3]
     assert [member.index for member in verdict.group.rejected] == [1, 3]
     assert (verdict.group.indices, verdict.refusal) == ([0, 2], None)
@@ -233,7 +233,7 @@ def test_a_member_that_was_lost_at_admission_counts_at_the_cut_and_indices_stay_
 
 def test_examples_have_no_lag() -> None:
     run = run_of(version=5, max_policy_lag=0)
-    assert judge(run, members("g", None, None, sft=True)).lost == ()
+    assert judge(run.state.settings, run.state.policy_version, members("g", None, None, sft=True)).lost == ()
 
 
 @pytest.mark.parametrize(

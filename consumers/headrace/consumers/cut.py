@@ -17,6 +17,7 @@ from headrace.consumers.model_run import ModelRun, Waiting
 from headrace.schemas.jobs import JobState
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import OpenJob
+from headrace.schemas.training import BatchPolicy, ModelSettings
 from headrace.trainer.group_policy import GroupRefusal, refusal_of
 from headrace.trainer.groups import RejectedTrajectory, TokenizedGroup, TokenizedTrajectory
 from headrace.trainer.lengths import OverLongError, fit
@@ -61,7 +62,7 @@ def next_batch(run: ModelRun) -> Batch | None:
             run.move_job(first.job_id, JobState.FAILED, message=message)
             continue
         limit = _row_length(run, first)
-        judged = [(waiting, judge(run, waiting.group, limit)) for waiting in first.groups]
+        judged = [(waiting, judge(run.state.settings, run.state.policy_version, waiting.group, limit)) for waiting in first.groups]
         refused = [(waiting, verdict.refusal) for waiting, verdict in judged if verdict.refusal is not None]
         if not refused:
             return replace(
@@ -91,11 +92,12 @@ class Verdict:
     """Why nothing may."""
 
 
-def judge(run: ModelRun, group: TokenizedGroup, limit: int | None = None) -> Verdict:
+def judge(settings: ModelSettings, version: int, group: TokenizedGroup, limit: int | None = None) -> Verdict:
     """Which members train now, and whether the rest is enough for the model's policy.
 
     Args:
-        run: Version and policy.
+        settings: The model's policy.
+        version: That the step starts from.
         group: As it waits.
         limit: Tokens of the longest sequence, where the job has a limit of its own.
     """
@@ -103,15 +105,15 @@ def judge(run: ModelRun, group: TokenizedGroup, limit: int | None = None) -> Ver
     lost: list[RejectedTrajectory] = []
     for index, trajectory in zip(group.indices, group.trajectories, strict=True):
         try:
-            _check_versions(run, trajectory)
-            kept.append(trajectory if limit is None else _within(run, group, trajectory, limit))
+            _check_versions(settings.max_policy_lag, version, trajectory)
+            kept.append(trajectory if limit is None else _within(settings.batch, group, trajectory, limit))
         except _UnfitError as error:
             lost.append(RejectedTrajectory(index=index, reason=error.reason, detail=f"trajectories[{index}]: {error}"))
     if not lost and all(now is before for now, before in zip(kept, group.trajectories, strict=True)):
         return Verdict(group=group)
     rejected = sorted((*group.rejected, *lost), key=lambda member: member.index)
     rest = replace(group, trajectories=tuple(kept), rejected=tuple(rejected))
-    return Verdict(group=rest, lost=tuple(lost), refusal=refusal_of(rest, run.state.settings.batch) if lost else None)
+    return Verdict(group=rest, lost=tuple(lost), refusal=refusal_of(rest, settings.batch) if lost else None)
 
 
 class _UnfitError(Exception):
@@ -120,9 +122,9 @@ class _UnfitError(Exception):
         self.reason = reason
 
 
-def _within(run: ModelRun, group: TokenizedGroup, trajectory: TokenizedTrajectory, limit: int) -> TokenizedTrajectory:
+def _within(policy: BatchPolicy, group: TokenizedGroup, trajectory: TokenizedTrajectory, limit: int) -> TokenizedTrajectory:
     try:
-        fitted = fit(trajectory.sequences, limit, truncate=run.state.settings.batch.over_long == "truncate" and not group.sft)
+        fitted = fit(trajectory.sequences, limit, truncate=policy.over_long == "truncate" and not group.sft)
     except OverLongError as error:
         raise _UnfitError(RejectionReason.TOO_LONG, f"{error} (the job's packed_sequence_length)") from error
     if fitted.truncated == 0:
@@ -130,9 +132,7 @@ def _within(run: ModelRun, group: TokenizedGroup, trajectory: TokenizedTrajector
     return replace(trajectory, sequences=fitted.sequences, truncated=max(trajectory.truncated, fitted.truncated))
 
 
-def _check_versions(run: ModelRun, trajectory: TokenizedTrajectory) -> None:
-    now = run.state.policy_version
-    limit = run.state.settings.max_policy_lag
+def _check_versions(limit: int | None, now: int, trajectory: TokenizedTrajectory) -> None:
     initial, final = trajectory.initial_policy_version, trajectory.final_policy_version
     newest = max((v for v in (initial, final) if v is not None), default=None)
     if newest is not None and newest > now:

@@ -1,7 +1,8 @@
 """The turn at the device: one world of ranks, and models that take turns on it in the order in which they ask.
 
 Guarantees: one step at a time; a rank that dies or hangs fails that step, not the worker, and the next step gets a new world; what the
-ranks hold is used only if it is the very state that was committed (exactly-once rule 5). Nothing that blocks runs on the event loop.
+ranks hold is used only if it is the very state that was committed (exactly-once rule 5). A model whose turn ends is parked: its state is
+written to this worker's disk, and read from there when its turn comes again. Nothing that blocks runs on the event loop.
 Under a launcher (torchrun, deepspeed) the other ranks are its to start: a world that broke is reported through `lost`, and the worker
 ends, so that the launcher starts all of them anew. Gives up: more than one base model at a time on a device.
 """
@@ -10,19 +11,24 @@ import asyncio
 import logging
 import shutil
 import time
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.core.errors import HeadraceError
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, fetch_folder
 from headrace.schemas.weights import WeightsRef
-from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
-from headrace.trainer.rank import RankWorld
+from headrace.trainer.plan import BaseSource, SavePlan, StateKey, StepPlan, StepResult
+from headrace.trainer.rank import RankDiedError, RankWorld, StepFailedError
 from headrace.trainer.rank_main import seat_of_launcher
 from headrace.trainer.world import WorldSettings
 
 logger = logging.getLogger(__name__)
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 class WorldLostError(HeadraceError):
@@ -30,6 +36,10 @@ class WorldLostError(HeadraceError):
 
     def __init__(self) -> None:
         super().__init__("a rank ended or hung in a world that a launcher started: all its ranks must be started anew")
+
+
+class StateNotHeldError(HeadraceError):
+    """The state that a step starts from is neither on the ranks nor parked, and no snapshot of it was given."""
 
 
 class TrainerWorld:
@@ -51,6 +61,8 @@ class TrainerWorld:
         """A world that a launcher started is broken: this process must end."""
         self._ranks = self._new_world()
         self._resident: StateKey | None = None
+        self._parking = settings.worker.work_dir.absolute() / "parked"
+        self._parked: dict[str, StateKey] = {}
 
     def _new_world(self) -> RankWorld:
         ranks = RankWorld(self._shape, launched=self._launched)
@@ -66,46 +78,113 @@ class TrainerWorld:
 
         Args:
             plan: Without `load_from`.
-            snapshot: The committed snapshot of `plan.state`; None at step 0.
+            snapshot: The committed snapshot of just `plan.state`; None where there is none, or at step 0.
 
         Raises:
             StepFailedError: the step raised.
             RankDiedError: a rank ended or hung; the next step gets a new world.
             WorldLostError: under a launcher, an earlier step broke the world, or a rank ended between steps.
+            StateNotHeldError: the state is lost here, as after a rank's death: it must be run again from the last snapshot.
             HeadraceError: the snapshot can't be fetched.
         """
         asked = time.monotonic()
         async with self._turn:
             logger.debug("step %d of %s waited %.3f s for its turn", plan.state.step + 1, plan.state.model_id, time.monotonic() - asked)
-            load_from = await self._load_from(plan, snapshot)
             if not self._ranks.alive:
+                self._resident = None
                 if self._launched:  # nobody's step is to blame
                     self.lost.set()
                     raise WorldLostError
                 await self._replace()
+            if self._resident is not None and self._resident.model_id != plan.state.model_id:
+                await self._park(self._resident)
+            load_from = await self._load_from(plan, snapshot)
             self._resident = None
-            running = asyncio.ensure_future(asyncio.to_thread(self._ranks.run, _with_load(plan, load_from)))
             try:
-                result = await asyncio.shield(running)
+                result = await self._in_thread(self._ranks.run, _with_load(plan, load_from))
             except asyncio.CancelledError:
-                # The lane is lost: nobody will commit this step. The thread only ends when its ranks do.
+                # The lane is lost, or the step is not wanted any more: nobody will commit it.
                 logger.info("step %d of %s is cancelled", plan.state.step + 1, plan.state.model_id)
-                self._ranks.kill()
-                await asyncio.gather(running, return_exceptions=True)
                 raise
             finally:
                 if self._launched and not self._ranks.alive:
                     self.lost.set()
-                if load_from is not None:
+                if load_from is not None and load_from.parent != self._parking:
                     await asyncio.to_thread(shutil.rmtree, load_from, ignore_errors=True)
             self._resident = result.key
             return result
 
+    def holds(self, state: StateKey) -> bool:
+        """Whether a step could start from this state without a snapshot. Not for long: somebody else's turn may break the world."""
+        return state.step == 0 or state == self._parked.get(state.model_id) or (state == self._resident and self._ranks.alive)
+
+    async def save(self, state: StateKey, folder: Path) -> None:
+        """Write a state that this worker holds into a new folder, as the `snapshot/` of a step.
+
+        Raises:
+            StateNotHeldError: it does not (any more).
+            StepFailedError, RankDiedError: the ranks could not.
+        """
+        async with self._turn:
+            if state == self._resident and self._ranks.alive:
+                await self._save(state, folder)
+            elif state == self._parked.get(state.model_id):
+                await asyncio.to_thread(shutil.copytree, self._parked_at(state), folder)
+            else:
+                raise StateNotHeldError(f"{state} is not held here")
+
+    async def forget(self, model_ids: Collection[str]) -> None:
+        """Free the memory and the disk of models whose lane is another worker's now, or that are deleted."""
+        async with self._turn:
+            for model_id in model_ids:
+                if (parked := self._parked.pop(model_id, None)) is not None:
+                    await asyncio.to_thread(shutil.rmtree, self._parked_at(parked), ignore_errors=True)
+                if self._resident is not None and self._resident.model_id == model_id and not self._launched:
+                    self._resident = None
+                    self._ranks.drop()
+
+    async def _park(self, state: StateKey) -> None:
+        """Keep the state of a model whose turn ends. One that can't be written is run again when its turn comes."""
+        folder = self._parked_at(state)
+        former = self._parked.pop(state.model_id, None)
+        if former is not None:
+            await asyncio.to_thread(shutil.rmtree, self._parked_at(former), ignore_errors=True)
+        try:
+            await self._save(state, folder)
+        except (StepFailedError, OSError):
+            logger.exception("%s could not be parked", state)
+        else:
+            self._parked[state.model_id] = state
+
+    async def _save(self, state: StateKey, folder: Path) -> None:
+        await asyncio.to_thread(folder.mkdir, parents=True)
+        await self._in_thread(self._ranks.save, SavePlan(state=state, folder=str(folder)))
+
+    def _parked_at(self, state: StateKey) -> Path:
+        return self._parking / f"{state.model_id}-{state.step}-{state.attempt}"
+
+    async def _in_thread(self, call: Callable[[A], R], argument: A) -> R:
+        """A call that blocks on the ranks. Cancelled, it ends the ranks: the thread only ends when they do."""
+        running = asyncio.ensure_future(asyncio.to_thread(call, argument))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._resident = None
+            self._ranks.kill()
+            await asyncio.gather(running, return_exceptions=True)
+            raise
+        except RankDiedError:
+            self._resident = None
+            raise
+
     async def _load_from(self, plan: StepPlan, snapshot: WeightsRef | None) -> Path | None:
-        if plan.state.step == 0 or plan.state == self._resident:
+        state = plan.state
+        if state.step == 0 or state == self._resident:
             return None
+        if state == self._parked.get(state.model_id):
+            return self._parked_at(state)
         if snapshot is None:
-            raise RuntimeError(f"step {plan.state.step} of {plan.state.model_id} has no snapshot to start from")
+            raise StateNotHeldError(f"step {state.step} of {state.model_id} is neither on the ranks nor parked")
         folder = Path(plan.out_dir).with_suffix(".load")
         await asyncio.to_thread(fetch_folder, self._store, snapshot.uri, snapshot.digest, folder)
         return folder

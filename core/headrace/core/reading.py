@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from datetime import datetime
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import OffsetOutOfRangeError
@@ -124,6 +125,22 @@ async def end_offsets(options: ClientOptions, topic: str, partitions: Iterable[i
             raise ValueError(f"{topic} has partitions 0 to {count - 1}; asked for {missing}")
         async with _consumer(options, isolation_level="read_uncommitted") as consumer:
             return {partition.partition: offset for partition, offset in (await consumer.end_offsets(wanted)).items()}
+
+
+async def offsets_since(options: ClientOptions, topic: str, since: datetime) -> dict[int, int]:
+    """By partition the offset of the first record that is stamped with this time or a later one; the end, where there is none.
+
+    Raises:
+        KafkaUnavailableError: no broker, or the topic does not exist.
+    """
+    ends = await end_offsets(options, topic)
+    stamp = max(0, int(since.timestamp() * 1000))
+    # Not read_committed: what stands behind an open transaction is to be found too.
+    async with _consumer(options, isolation_level="read_uncommitted") as consumer:
+        with plain_errors(options):
+            found = await consumer.offsets_for_times({TopicPartition(topic, partition): stamp for partition in ends})
+    firsts = {where.partition: first.offset for where, first in found.items() if first is not None}
+    return {partition: firsts.get(partition, end) for partition, end in ends.items()}
 
 
 def latest_by_key(records: Iterable[ConsumerRecord]) -> dict[bytes, ConsumerRecord]:

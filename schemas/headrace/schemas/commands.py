@@ -5,9 +5,8 @@ from datetime import datetime
 from pydantic import Field
 
 from headrace.schemas.base import Record, utc_now
-from headrace.schemas.state import TrainingScalars
+from headrace.schemas.state import StartFrom
 from headrace.schemas.training import ModelSettings
-from headrace.schemas.weights import WeightsRef
 
 
 class CreateModel(Record):
@@ -21,21 +20,9 @@ class CreateModel(Record):
     worker_group: str
     shadow_of: str | None = None
     """Train on the groups of this model, which belongs to another worker group; for workers with `shadow_prefix`."""
-    start_from: "StartFrom | None" = None
+    start_from: StartFrom | None = None
     """Null: the base model."""
     created_at: datetime = Field(default_factory=utc_now)
-
-
-class StartFrom(Record):
-    """The state that a new model begins with: what a replay left in the object store, copied by the model's owner."""
-
-    snapshot: WeightsRef
-    weights: WeightsRef
-    scalars: TrainingScalars
-    forked_from: str
-    """The model that the fork is of."""
-    step: int
-    """The last of its steps that the fork has run."""
 
 
 class DeleteModel(Record):

@@ -15,7 +15,7 @@ from headrace.schemas.base import Record, utc_now
 ERROR_REASON = "headrace-error-reason"
 """The first of our headers of a dead letter."""
 ERROR_VALUE = "headrace-error-value"
-"""`null`: the original had no value. The letter's own is empty where the original had no key either, since such a record can't be written."""
+"""`null`: the original had no value. The letter's own is empty where there was no key either: such a record can't be written."""
 
 
 class DeadLetterResolved(Record):

@@ -69,6 +69,19 @@ class TrainingScalars(Record):
     reward_trend: RewardTrend = RewardTrend()
 
 
+class StartFrom(Record):
+    """The state that a new model begins with: what a replay left in the object store, copied by the model's owner."""
+
+    snapshot: WeightsRef
+    scalars: TrainingScalars
+    forked_from: str
+    """The model that the fork is of: with the next three, the identity that the snapshot itself says."""
+    incarnation: str
+    step: int
+    """The last of its steps that the fork has run."""
+    attempt: str
+
+
 class ModelState(Record):
     """The current state of a model; only the owner of its lane writes it."""
 
@@ -103,6 +116,14 @@ class ModelState(Record):
     """Groups refused since creation, by reason."""
     trajectory_refusals: dict[RejectionReason, int] = Field(default_factory=dict)
     """Trajectories refused alone since creation, by reason; the rest of their groups went on."""
+    needed_from: int | None = None
+    """The lowest offset that the steps after the snapshot trained on: a re-run reads from there."""
+    window_since: str = ""
+    """Ids admitted since the snapshot, oldest first: 64-bit hashes, little-endian, base64. With the snapshot's they are the duplicate window."""
+    rebasing: str | None = None
+    """Why the model had diverged, from its resumption until the step that says so in the ledger is committed."""
+    start_from: StartFrom | None = None
+    """What version 1 is copied from; null once it is, or for a model that begins with the base model."""
     refusals_before: dict[RejectionReason, int] = Field(default_factory=dict)
     """`refusals` as they stood at the last step: the difference is what was refused since."""
     trajectory_refusals_before: dict[RejectionReason, int] = Field(default_factory=dict)

@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class TrainingEngine:
         done, rates = self._train(loaded, plan, options, updates, clock)
         stats = self._gather([stat for updated in done for stat in updated.stats])
         clock.lap("update")
-        key = StateKey(model_id=plan.state.model_id, incarnation=plan.state.incarnation, step=plan.state.step + 1, attempt=plan.attempt)
+        key = plan.becomes or replace(plan.state, step=plan.state.step + 1, attempt=plan.attempt)
         self._write(loaded, plan, options, updates, key)
         self._resident.is_now(key)
         clock.lap("write")

@@ -64,6 +64,8 @@ class StepPlan:
     """Needed where the config asks for a KL term."""
     load_from: str | None = None
     """Local folder of the snapshot of `state`; needed where the rank does not hold that state and its step is above 0."""
+    becomes: StateKey | None = None
+    """The new state's identity, where it is not the next step of the same model: a fork's, or after a rebase. `groups` is empty then."""
     snapshot: bool = True
     """Whether the new state is written, too."""
     report_rows: RowsKept = "none"

@@ -1,8 +1,8 @@
 """A store in a folder, for one machine or a shared file system.
 
 Guarantees: an object appears by a hard link to a finished, fsynced file, which fails where the name is taken; every folder above it up
-to the store's is fsynced before a put returns. Gives up: a writer that is killed leaves a hidden partial file, which no reader sees;
-SHA-256 is not stored (`head` has none); file systems without hard links.
+to the store's is fsynced before a put returns. Gives up: a writer that is killed leaves a hidden partial file, which no reader sees
+until `sweep` removes it; SHA-256 is not stored (`head` has none); file systems without hard links.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import errno
 import os
 import uuid
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 from typing_extensions import override
@@ -94,7 +95,7 @@ class FileStore(ObjectStore):
         with self._plain_errors(key):
             if path.is_dir():
                 raise FileNotFoundError(errno.ENOENT, "a folder")
-            return StoredObject(key=key, size=path.stat().st_size, sha256=None)
+            return _stored(key, path.stat())
 
     @override
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
@@ -102,7 +103,7 @@ class FileStore(ObjectStore):
         with self._plain_errors(prefix):
             for key, entry in self._walk(self._root / folder, folder, prefix):
                 with contextlib.suppress(FileNotFoundError):  # deleted since it was seen
-                    yield StoredObject(key=key, size=entry.stat().st_size, sha256=None)
+                    yield _stored(key, entry.stat())
 
     @override
     def delete(self, key: str) -> None:
@@ -113,13 +114,30 @@ class FileStore(ObjectStore):
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return
             _fsync_folder(path.parent)
-            for folder in path.parents:
-                if folder == self._root:
-                    break
-                try:
-                    folder.rmdir()
-                except OSError:  # not empty, or gone by another's hand
-                    break
+            self._remove_empty(path.parent)
+
+    @override
+    def sweep(self, prefix: str, before: datetime) -> int:
+        folder, _, _ = check_prefix(prefix).rpartition("/")
+        found = 0
+        with self._plain_errors(prefix):
+            for partial in sorted((self._root / folder).rglob(f"{TEMPORARY_PREFIX}*")):
+                inside = f"{partial.parent.relative_to(self._root).as_posix()}/".startswith(prefix)
+                with contextlib.suppress(FileNotFoundError):  # its writer lives, and is done
+                    if inside and partial.stat().st_mtime < before.timestamp():
+                        partial.unlink()
+                        found += 1
+                        self._remove_empty(partial.parent)
+        return found
+
+    def _remove_empty(self, folder: Path) -> None:
+        for above in (folder, *folder.parents):
+            if above == self._root:
+                break
+            try:
+                above.rmdir()
+            except OSError:  # not empty, or gone by another's hand
+                break
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
@@ -174,6 +192,10 @@ class FileStore(ObjectStore):
             raise missing(f"{where} does not exist" if missing is ObjectNotFoundError else f"{where}: {error}") from error
         except OSError as error:
             raise plain_os_error(error, where) from error
+
+
+def _stored(key: str, status: os.stat_result) -> StoredObject:
+    return StoredObject(key=key, size=status.st_size, sha256=None, modified=datetime.fromtimestamp(status.st_mtime, UTC))
 
 
 def _make_durable_folder(folder: Path) -> None:

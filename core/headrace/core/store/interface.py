@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,8 @@ class StoredObject:
     """Bytes."""
     sha256: str | None
     """Hex; None where the store would have to read the object to tell."""
+    modified: datetime | None = None
+    """When it was stored, by the store's clock; `list` and `head` always say it, puts and gets never."""
 
 
 class ObjectStore(Protocol):
@@ -70,4 +73,11 @@ class ObjectStore(Protocol):
 
     def delete(self, key: str) -> None:
         """Delete an object; a missing one is no error."""
+        ...
+
+    def sweep(self, prefix: str, before: datetime) -> int:
+        """Remove what writers that were killed left unfinished below a prefix, where nothing was added since `before` (with a time zone).
+
+        Returns how many there were. No object is touched: what is unfinished is none.
+        """
         ...

@@ -9,6 +9,7 @@ its digest is sent ahead of it.
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,7 +166,7 @@ class S3Store(ObjectStore):
         name = self._name(key)
         with self._plain_errors(key):
             answer = self._client.head_object(Bucket=self._bucket, Key=name)
-        return StoredObject(key=key, size=answer["ContentLength"], sha256=answer["Metadata"].get("sha256"))
+        return StoredObject(key=key, size=answer["ContentLength"], sha256=answer["Metadata"].get("sha256"), modified=answer["LastModified"])
 
     @override
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
@@ -173,13 +174,27 @@ class S3Store(ObjectStore):
         with self._plain_errors(prefix):
             for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + check_prefix(prefix)):
                 for entry in page.get("Contents", []):
-                    yield StoredObject(key=entry["Key"].removeprefix(self._prefix), size=entry["Size"], sha256=None)
+                    key = entry["Key"].removeprefix(self._prefix)
+                    yield StoredObject(key=key, size=entry["Size"], sha256=None, modified=entry["LastModified"])
 
     @override
     def delete(self, key: str) -> None:
         name = self._name(key)
         with contextlib.suppress(ObjectNotFoundError), self._plain_errors(key):
             self._client.delete_object(Bucket=self._bucket, Key=name)
+
+    @override
+    def sweep(self, prefix: str, before: datetime) -> int:
+        pages = self._client.get_paginator("list_multipart_uploads")
+        found = 0
+        with self._plain_errors(prefix):
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + check_prefix(prefix)):
+                for upload in page.get("Uploads", []):
+                    if upload["Initiated"] < before:
+                        with contextlib.suppress(self._client.exceptions.NoSuchUpload):  # its writer lives, and is done
+                            self._client.abort_multipart_upload(Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+                            found += 1
+        return found
 
     def _name(self, key: str) -> str:
         name = self._prefix + check_key(key)
