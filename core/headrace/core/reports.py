@@ -1,0 +1,60 @@
+"""Reading what a step left in the object store beside its weights: its report, and the file of packed rows.
+
+Guarantees: nothing is given out that differs from the digests of the ledger. What was never kept and what is gone are told apart.
+All calls block: not for an event loop.
+"""
+
+from pydantic import ValidationError
+
+from headrace.core.errors import HeadraceError
+from headrace.core.store import ObjectNotFoundError, ObjectStore, read_manifest
+from headrace.schemas.report import REPORT_FILE, ROWS_FILE, StepReport
+from headrace.schemas.weights import WeightsRef
+
+
+class NoReportError(HeadraceError):
+    """A step has no report, or it is gone; says which, and why."""
+
+
+def read_report(store: ObjectStore, ref: WeightsRef | None) -> StepReport:
+    """The report that a ledger record names.
+
+    Args:
+        store: Where reports are.
+        ref: `StepRecord.report`.
+
+    Raises:
+        NoReportError: none was kept, it is gone, or what is there is none.
+        DigestMismatchError: it was changed since the step was committed.
+        StoreUnavailableError: the store did not answer; it may still be there.
+    """
+    if ref is None:
+        raise NoReportError("no report was kept: the ledger names none for this step")
+    body = _file(store, ref, REPORT_FILE)
+    if body is None:
+        raise NoReportError(f"{ref.uri} has no {REPORT_FILE}: it is no report")
+    try:
+        return StepReport.model_validate_json(body)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        raise NoReportError(
+            f"{ref.uri}/{REPORT_FILE} can't be read: {'.'.join(map(str, fault['loc']))}: {fault['msg']}; was it written by another release?"
+        ) from error
+
+
+def read_rows(store: ObjectStore, ref: WeightsRef | None) -> bytes | None:
+    """The packed rows beside the report, a safetensors file; None where none were kept (`worker.report_rows`). Raises as `read_report`."""
+    if ref is None:
+        raise NoReportError("no report was kept: the ledger names none for this step")
+    return _file(store, ref, ROWS_FILE)
+
+
+def _file(store: ObjectStore, ref: WeightsRef, name: str) -> bytes | None:
+    try:
+        manifest = read_manifest(store, ref.uri, ref.digest)
+        if manifest.kind != "report":
+            raise NoReportError(f"{ref.uri} holds {manifest.kind}, not a report")
+        file = next((file for file in manifest.files if file.path == name), None)
+        return None if file is None else store.get_bytes(f"{store.resolve(ref.uri)}/{name}", sha256=file.sha256)
+    except ObjectNotFoundError as error:
+        raise NoReportError(f"the report at {ref.uri} is gone: it was deleted from the object store ({error})") from error
