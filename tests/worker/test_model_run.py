@@ -8,12 +8,12 @@ from tests.worker.test_cut import admit, group, run_of
 from headrace.consumers.duplicates import DuplicateWindow
 from headrace.consumers.lane_phase import ALLOWED, LanePhase, move
 from headrace.consumers.model_run import ModelRun, Waiting
-from headrace.consumers.step_runner import merged_config
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import OpenJob
 from headrace.schemas.training import TrainConfig
 from headrace.trainer.groups import RejectedTrajectory
+from headrace.trainer.options import merged_config
 
 
 def test_the_state_lists_what_waits_and_counts_what_was_refused() -> None:

@@ -29,9 +29,9 @@ from headrace.core.store import ObjectStore
 from headrace.schemas.events import StepCompleted
 from headrace.schemas.jobs import JobState
 from headrace.schemas.state import StepRecord, offset_ranges
-from headrace.schemas.training import KL_REFERENCES, SftConfig, TrainConfig
+from headrace.schemas.training import SftConfig, TrainConfig
 from headrace.schemas.weights import WeightsPublished
-from headrace.trainer.options import resolve
+from headrace.trainer.options import merged_config, resolve
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
 from headrace.trainer.rank import RankDiedError, StepFailedError
 
@@ -235,24 +235,3 @@ def finish_job(run: ModelRun, step: CommittedStep) -> None:
         metrics=step.completed.metrics,
         accelerator_seconds={step.accelerator: step.completed.seconds},
     )
-
-
-def merged_config(model: TrainConfig, job: TrainConfig | None) -> TrainConfig:
-    """The job's options over the model's. A null means "use the default", so it hides nothing of the model's, but for `epsilon_high`,
-    where an explicit null has a meaning of its own (the same as `epsilon`).
-
-    Example: model learning_rate 1e-3, job `{"learning_rate": null, "ppo": true}` gives learning_rate 1e-3 and ppo.
-    """
-    if job is None:
-        return model
-    chosen = {**model.model_dump(exclude_none=True), **job.model_dump(exclude_none=True)}
-    for config in (model, job):
-        if "epsilon_high" in config.model_fields_set and config.epsilon_high is None:
-            chosen.setdefault("epsilon_high", None)
-    # Where the job says one of several names for a thing, what the model said by another is no longer meant.
-    for names in (("loss_fn", "ppo"), KL_REFERENCES, ("loss_aggregation", "loss_aggregation_constant")):
-        said = [name for name in names if getattr(job, name) is not None]
-        for name in names:
-            if said and name not in said:
-                chosen.pop(name, None)
-    return TrainConfig.model_validate(chosen)

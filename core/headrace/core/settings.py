@@ -186,6 +186,12 @@ class Settings(BaseSettings):
         return Topics(prefix=self.topics.prefix)
 
     @property
+    def groups_topic(self) -> str:
+        """The topic that this worker group trains on: its own `trajectory-groups`, or that of the group which it shadows."""
+        shadowed = self.worker.shadow_prefix
+        return (self.topic_names if shadowed is None else Topics(prefix=shadowed)).trajectory_groups
+
+    @property
     def worker_group_id(self) -> str:
         """Consumer group of the worker group, and stem of its transactional ids: `headrace-default` under the default prefix.
 

@@ -192,6 +192,8 @@ class StepRecord(Record):
     incarnation: str
     step: int
     attempt: str
+    attempt_before: str | None = None
+    """That made the state which the step started from; null at step 1."""
     policy_version_before: int
     policy_version_after: int
     job_id: str | None = None

@@ -1,0 +1,65 @@
+"""The ledger records behind a model's snapshot, found by the bounds that its state lists: what recovery runs again.
+
+Guarantees: one record for each bound, in step order, `read_committed`; nothing else of the ledger is read, however long it is. Gives up:
+nothing; a bound whose record is not there raises.
+"""
+
+import time
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import OffsetOutOfRangeError
+
+from headrace.core.fetching import single_reader
+from headrace.core.kafka import ClientOptions, plain_errors
+from headrace.core.reading import POLL_MS, OffsetLostError, end_offsets
+from headrace.schemas.envelope import header_text, open_record
+from headrace.schemas.state import ModelState, StepRecord
+
+_STALL_SECONDS = 60.0
+
+
+async def records_since_snapshot(options: ClientOptions, topic: str, lane: int, state: ModelState) -> list[StepRecord]:
+    """The records of the steps after the snapshot, up to the committed one.
+
+    Args:
+        options: From `client_options`.
+        topic: The ledger.
+        lane: Partition number.
+        state: As committed.
+
+    Raises:
+        OffsetLostError: the ledger does not have one of them.
+        HeadraceError: Kafka can't be reached.
+    """
+    steps = range(state.snapshot_step + 1, state.policy_version + 1)
+    if len(steps) != len(state.steps_since):
+        raise RuntimeError(f"{state.model_id}: {len(state.steps_since)} bounds for the steps {steps}; a defect of ours")
+    if not steps:
+        return []
+    where = TopicPartition(topic, lane)
+    found: list[StepRecord] = []
+    with plain_errors(options):
+        end = (await end_offsets(options, topic, [lane]))[lane]
+        async with single_reader(options, where) as consumer:
+            for step, bound in zip(steps, state.steps_since, strict=True):
+                found.append(await _first_of(consumer, where, state, step, bound, end))
+    return found
+
+
+async def _first_of(consumer: AIOKafkaConsumer, where: TopicPartition, state: ModelState, step: int, bound: int, end: int) -> StepRecord:
+    consumer.seek(where, bound)
+    began = time.monotonic()
+    while await consumer.position(where) < end and time.monotonic() - began < _STALL_SECONDS:
+        try:
+            batches = await consumer.getmany(where, timeout_ms=POLL_MS)
+        except OffsetOutOfRangeError:
+            break
+        for record in batches.get(where, ()):
+            if record.offset >= end or record.key != state.model_id.encode():
+                continue
+            opened = open_record(record.value, header_text(record.headers), (StepRecord,))
+            if isinstance(opened, StepRecord) and (opened.incarnation, opened.step) == (state.incarnation, step):
+                return opened
+    raise OffsetLostError(
+        f"{where.topic} partition {where.partition} has no record of step {step} of {state.model_id} from offset {bound} on"
+    )
