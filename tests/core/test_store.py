@@ -254,3 +254,11 @@ def test_list_and_head_say_when_an_object_was_stored(store: ObjectStore) -> None
     for found in (listed, store.head("a/k")):
         assert found.modified is not None
         assert before - second <= found.modified <= after + second
+
+
+def test_sweeping_touches_no_object(store: ObjectStore) -> None:
+    store.put_bytes_if_absent("a/k", b"x")
+    later = datetime.now(UTC) + timedelta(days=1)
+    assert store.sweep("", later) == 0
+    assert store.sweep("never/was/", later) == 0
+    assert [found.key for found in store.list()] == ["a/k"]

@@ -1,13 +1,17 @@
 """What only a store in a folder can get wrong."""
 
+import os
 import resource
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from headrace.core.settings import S3Settings
 from headrace.core.store import InvalidKeyError, ObjectNotFoundError, StoreFullError, StoreUnavailableError, open_store
+from headrace.core.store.files import FileStore
+from headrace.core.store.keys import TEMPORARY_PREFIX
 
 
 @pytest.fixture
@@ -70,3 +74,20 @@ def test_a_root_that_is_a_file_is_unavailable_for_writing_and_empty_for_reading(
 def test_a_url_that_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(InvalidKeyError, match=r"store\.url is"):
         open_store(url, S3Settings())
+
+
+def test_what_killed_writers_left_half_written_is_swept_once_it_is_old(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.put_bytes_if_absent("m/1/whole", b"x")
+    partials = [tmp_path / folder / f"{TEMPORARY_PREFIX}dead" for folder in ("m/1", "m/2/only", "m/3", "other")]
+    for partial in partials:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(b"half")
+    now = datetime.now(UTC)
+    written_on = tmp_path / "m/3" / f"{TEMPORARY_PREFIX}dead"
+    os.utime(written_on, (now.timestamp() + 60, now.timestamp() + 60))
+    assert store.sweep("m/", now - timedelta(hours=1)) == 0
+    assert store.sweep("m/", now + timedelta(seconds=1)) == 2
+    assert [partial.exists() for partial in partials] == [False, False, True, True]
+    assert not (tmp_path / "m/2").exists(), "a folder that had nothing else goes with it"
+    assert store.get_bytes("m/1/whole") == b"x"

@@ -3,9 +3,11 @@
 import os
 import socket
 import threading
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 
 from headrace.core.local import LocalS3
@@ -111,3 +113,14 @@ def test_a_body_that_breaks_off_is_unavailable(store: ObjectStore, tmp_path: Pat
         with pytest.raises(StoreUnavailableError):
             list(chunks)
         thread.join()
+
+
+def test_uploads_that_killed_writers_left_are_swept_once_they_are_old(s3: LocalS3, topic_prefix: str, store: ObjectStore) -> None:
+    client = boto3.client("s3", endpoint_url=s3.endpoint_url, aws_access_key_id=s3.access_key, aws_secret_access_key=s3.secret_key)
+    for name in ("m/1/a", "m/2/b", "other/c"):
+        upload = client.create_multipart_upload(Bucket=s3.bucket, Key=f"{topic_prefix}/{name}")
+        client.upload_part(Bucket=s3.bucket, Key=f"{topic_prefix}/{name}", UploadId=upload["UploadId"], PartNumber=1, Body=b"half")
+    assert store.sweep("m/", datetime.now(UTC) - timedelta(hours=1)) == 0
+    assert store.sweep("m/", datetime.now(UTC) + timedelta(minutes=1)) == 2
+    left = client.list_multipart_uploads(Bucket=s3.bucket, Prefix=f"{topic_prefix}/").get("Uploads", [])
+    assert [upload["Key"] for upload in left] == [f"{topic_prefix}/other/c"]
