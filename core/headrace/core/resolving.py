@@ -53,6 +53,8 @@ Delivery = asyncio.Future[Any]
 _SOURCE = "headrace/dead-letters"
 _LETTERS_AT_ONCE = 32
 _TRIES = 5
+_PAUSE = (0.5, 2.0)
+"""Seconds between tries, drawn from here: longer than a try takes, so that two who fenced each other do not meet again."""
 _COMMIT_SECONDS = 30.0
 _STOP_SECONDS = 5.0
 _TRANSACTION_TIMEOUT_MS = 10_000
@@ -132,8 +134,7 @@ class _LetterBox:
                 # aiokafka answers some states after a fence with AssertionError. What happened is read by the next try (rule 3).
                 logger.info("%s partition %d, try %d: %r", self._topic, self._partition, tries, error)
                 last = error
-                # Longer than a try takes, so that two who fence each other do not meet again.
-                await asyncio.sleep(random.uniform(0.5, 2.0) * tries)
+                await asyncio.sleep(random.uniform(*_PAUSE) * tries)
             else:
                 return request.outcomes
         unclear = (
