@@ -95,7 +95,7 @@ async def test_letters_are_listed_with_what_is_wrong_and_filtered(settings: Sett
     assert found[1].size is None
     for wanted, places in [
         (LetterFilter(reason="unknown_model"), [second]),
-        (LetterFilter(model="model"), [first]),
+        (LetterFilter(keys=frozenset({"model"})), [first]),
         (LetterFilter(since=datetime.now(UTC) - timedelta(minutes=5)), [first, second]),
         (LetterFilter(since=letter.written_at + timedelta(milliseconds=1)), [second]),
         (LetterFilter(since=datetime.now(UTC) + timedelta(minutes=5)), []),

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.cli import config, models, topics
+from headrace.cli import config, dlq, models, topics
 from headrace.cli.demo import demo
 from headrace.cli.docs import docs
 from headrace.cli.doctor import doctor
@@ -30,6 +30,7 @@ app.add_typer(docs, name="docs")
 app.command()(doctor)
 app.add_typer(topics.app, name="topics")
 app.add_typer(models.app, name="models")
+app.add_typer(dlq.app, name="dlq")
 app.add_typer(config.app, name="config")
 app.command()(produce)
 app.command()(worker)

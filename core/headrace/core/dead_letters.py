@@ -104,8 +104,8 @@ class LetterFilter:
     """Which letters. Example: `LetterFilter(reason="unknown_model")`."""
 
     reason: str | None = None
-    model: str | None = None
-    """Model id: the key."""
+    keys: frozenset[str] | None = None
+    """One of these is the key."""
     since: datetime | None = None
     """Became dead letters at this time or later."""
     resolved: bool = False
@@ -115,7 +115,7 @@ class LetterFilter:
         """Whether a letter is meant."""
         return (
             (self.reason is None or letter.reason == self.reason)
-            and (self.model is None or letter.model == self.model)
+            and (self.keys is None or letter.model in self.keys)
             and (self.since is None or letter.written_at >= self.since)
             and (self.resolved or letter.resolved is None)
         )
