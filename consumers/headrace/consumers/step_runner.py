@@ -1,36 +1,37 @@
 """One step of one model: from a cut batch to what its transaction will say.
 
-Guarantees: the plan is a pure function of the batch, the config, the model's state and the step number; files are durable before
-this returns; a step that fails twice is given up as `step_failed` (its groups are refused, its job fails with the message), so a
-poisonous batch can't stop a lane. Gives up: attempts across crashes of the worker itself are not counted yet.
+Guarantees: a step starts from the committed state, caught up if need be; the plan is a pure function of the batch, the config, the model's
+state and the step number; files are durable before `run` returns; a step that fails twice in a worker's life is given up as `step_failed`
+(its groups are refused, its job fails with the message), so a poisonous batch can't stop a lane. A batch that ends the worker itself is
+counted by the lane, in intents.
 """
 
 import logging
-import math
 import shutil
-import uuid
+import time
 from collections import Counter
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
-import orjson
-
-from headrace.consumers.cut import Batch, lag_of
+from headrace.consumers.admission_pool import AdmissionPool
+from headrace.consumers.attempts import Attempts
+from headrace.consumers.catch_up import CatchUp, state_key
+from headrace.consumers.cut import Batch
 from headrace.consumers.kl_references import KlReferences, ReferenceMissingError
 from headrace.consumers.lane_commands import problem_of
 from headrace.consumers.model_run import ModelRun
+from headrace.consumers.rerun import StepReruns
 from headrace.consumers.step_files import store_step
+from headrace.consumers.step_records import StepOutcome, committed_step
 from headrace.consumers.step_report import build_report
 from headrace.consumers.transaction import CommittedStep
-from headrace.consumers.world import TrainerWorld
+from headrace.consumers.world import StateNotHeldError, TrainerWorld
+from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore
-from headrace.schemas.events import StepCompleted
 from headrace.schemas.jobs import JobState
-from headrace.schemas.state import StepRecord, offset_ranges
+from headrace.schemas.state import Rebased
 from headrace.schemas.training import SftConfig, TrainConfig
-from headrace.schemas.weights import WeightsPublished
 from headrace.trainer.options import merged_config, resolve
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
 from headrace.trainer.rank import RankDiedError, StepFailedError
@@ -38,19 +39,25 @@ from headrace.trainer.rank import RankDiedError, StepFailedError
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 2
+MAX_WINDOW_IDS = 16_384
+"""Ids admitted since the snapshot that a model's state lists: beyond them a snapshot is due (rule 15)."""
 
 
 class BatchGivenUpError(Exception):
     """The step failed for good; the message says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """A batch with everything that its step needs."""
+@dataclass(slots=True)
+class _Timer:
+    """Seconds of the worker's own phases."""
 
-    plan: StepPlan
-    duplicates: bytes
-    lag_histogram: dict[int, int]
+    began: float
+    laps: dict[str, float]
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.laps[phase] = now - self.began
+        self.began = now
 
 
 class StepRunner:
@@ -61,48 +68,107 @@ class StepRunner:
         store: Object store.
         world: The device.
         lane: Partition number.
+        pool: Reads groups again where a step is run again.
         references: Policies that KL is measured against.
     """
 
-    def __init__(self, settings: Settings, store: ObjectStore, world: TrainerWorld, lane: int, references: KlReferences) -> None:
+    def __init__(
+        self, settings: Settings, store: ObjectStore, world: TrainerWorld, lane: int, *, pool: AdmissionPool, references: KlReferences
+    ) -> None:
         self._settings = settings
         self._store = store
         self._world = world
         self._lane = lane
         self._references = references
+        reruns = StepReruns(settings, world, pool, lane, references)
+        options = client_options(settings.kafka, f"headrace-catch-up-{lane}")
+        self._catch_up = CatchUp(options, settings.topic_names.steps, lane, world, reruns)
         self._work_dir = settings.worker.work_dir.absolute()
-        self._failures: Counter[tuple[str, str, int]] = Counter()
+        self._failures: Counter[StateKey] = Counter()
+        self._attempts = Attempts(settings)
 
     async def run(self, run: ModelRun, batch: Batch) -> CommittedStep:
         """Run the step; try again once.
 
         Raises:
             BatchGivenUpError: it failed for good.
+            ModelDivergedError: the state that it starts from can't be had again.
             HeadraceError: the store can't be reached.
         """
         config = self._config(run, batch)
-        sft = self._sft(run, batch)
         if (problem := problem_of(run.state.settings.model_copy(update={"train": config}), self._settings.base_models)) is not None:
             raise BatchGivenUpError(problem)
-        key = (run.state.model_id, run.state.incarnation, run.state.policy_version)
+        key = state_key(run.state)
         while True:
+            timer = _Timer(time.perf_counter(), {})
             try:
-                prepared = await self._prepare(run, batch, config, sft)
+                plan = await self._plan(run, batch, config)
             except ReferenceMissingError as error:
                 raise BatchGivenUpError(str(error)) from error
             try:
-                result = await self._world.run(prepared.plan, run.state.snapshot)
+                snapshot = await self._catch_up.ready(run.state)
+                timer.lap("catch_up")
+                result = await self._world.run(plan, snapshot)
+                timer.lap("in_world")
+                return await self._stored(run, batch, plan, result, timer)
+            except StateNotHeldError as error:
+                logger.warning("%s: caught up once more", error)  # the world broke, or another's turn did, after it was caught up
             except (StepFailedError, RankDiedError) as error:
                 self._failures[key] += 1
-                logger.exception("step %d of %s failed (%d)", key[2] + 1, key[0], self._failures[key])
+                logger.exception("step %d of %s failed (%d)", key.step + 1, key.model_id, self._failures[key])
                 if self._failures[key] >= MAX_ATTEMPTS:
                     del self._failures[key]
-                    raise BatchGivenUpError(str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)) from error
-                continue
+                    raise BatchGivenUpError(_last_line(error)) from error
             except BaseException:
-                shutil.rmtree(prepared.plan.out_dir, ignore_errors=True)
+                shutil.rmtree(plan.out_dir, ignore_errors=True)
                 raise
-            return await self._committed(run, batch, prepared, result)
+
+    async def begin_anew(self, run: ModelRun) -> CommittedStep:
+        """The first version of a fork, or the version by which a diverged model goes on: nothing is trained, files are written anew.
+
+        Raises:
+            StepFailedError, RankDiedError: the ranks could not take the state over.
+            ModelDivergedError: the ledger itself lacks steps.
+            HeadraceError: the store can't be reached, or has not what the state is to be copied from.
+        """
+        state = run.state
+        attempt = await self._attempts.new()
+        becomes = StateKey(model_id=state.model_id, incarnation=state.incarnation, step=state.policy_version + 1, attempt=attempt)
+        if (origin := run.start_from) is not None:
+            begins = StateKey(model_id=origin.forked_from, incarnation=origin.incarnation, step=origin.step, attempt=origin.attempt)
+            scalars, snapshot, cut, stopped = origin.scalars, origin.snapshot, "forked", None
+        else:
+            reached = await self._catch_up.reach(state)
+            begins, scalars, snapshot, cut, stopped = reached.state, reached.scalars, reached.snapshot, "rebased", reached.stopped
+        plan = StepPlan(
+            state=begins,
+            attempt=attempt,
+            base=self._base(run),
+            settings=state.settings,
+            config=state.settings.train,
+            groups=(),
+            scalars=scalars,
+            becomes=becomes,
+            out_dir=str(self._work_dir / attempt),
+        )
+        timer = _Timer(time.perf_counter(), {})
+        try:
+            result = await self._world.run(plan, snapshot)
+            timer.lap("in_world")
+            batch = Batch(groups=(), job_id=None, cut=cut, completed_at=-1)
+            step = await self._stored(run, batch, plan, result, timer)
+        except BaseException:
+            shutil.rmtree(plan.out_dir, ignore_errors=True)
+            raise
+        if run.rebasing is None or state.weights is None:
+            return step
+        rebased = Rebased(
+            step=min(begins.step + 1, state.policy_version),
+            reason=run.rebasing if stopped is None else f"{run.rebasing}; resumed from step {begins.step}: {stopped}",
+            expected_digest=state.weights.digest,
+            found_digest=step.record.weights.digest,
+        )
+        return step.with_record(step.record.model_copy(update={"rebased": rebased}))
 
     def _config(self, run: ModelRun, batch: Batch) -> TrainConfig:
         job = run.jobs.get(batch.job_id) if batch.job_id is not None else None
@@ -116,111 +182,55 @@ class StepRunner:
         document = job.document if job is not None else None
         return None if document is None or document.kind != "sft" else document.sft or SftConfig()
 
-    async def _prepare(self, run: ModelRun, batch: Batch, config: TrainConfig, sft: SftConfig | None) -> _Prepared:
+    def _base(self, run: ModelRun) -> BaseSource:
+        entry = self._settings.base_models[run.state.settings.base_model]
+        return BaseSource(path=entry.path, gguf_file=entry.gguf_file)
+
+    async def _plan(self, run: ModelRun, batch: Batch, config: TrainConfig) -> StepPlan:
         state = run.state
-        attempt = str(uuid.uuid4())
+        sft = self._sft(run, batch)
+        attempt = await self._attempts.new()
         options = resolve(config)
         reference = None
         if options.needs_reference and sft is None:
             reference = await self._references.of(state.model_id, state.incarnation, state.policy_version, options.kl)
-        entry = self._settings.base_models[state.settings.base_model]
-        plan = StepPlan(
-            state=StateKey(model_id=state.model_id, incarnation=state.incarnation, step=state.policy_version, attempt=state.last_attempt),
+        return StepPlan(
+            state=state_key(state),
             attempt=attempt,
-            base=BaseSource(path=entry.path, gguf_file=entry.gguf_file),
+            base=self._base(run),
             settings=state.settings,
             config=config,
             groups=tuple(waiting.group for waiting in batch.groups),
             sft=sft,
             scalars=state.scalars,
             reference=reference,
+            snapshot=self._snapshot_due(run),
             report_rows=self._settings.worker.report_rows,
             out_dir=str(self._work_dir / attempt),
         )
-        lags = Counter(
-            lag
-            for waiting in batch.groups
-            for trajectory in waiting.group.trajectories
-            if (lag := lag_of(state.policy_version, trajectory.initial_policy_version, trajectory.final_policy_version)) is not None
-        )
-        return _Prepared(plan=plan, duplicates=run.window.to_bytes(), lag_histogram=dict(sorted(lags.items())))
 
-    async def _committed(self, run: ModelRun, batch: Batch, prepared: _Prepared, result: StepResult) -> CommittedStep:
-        state, plan = run.state, prepared.plan
+    def _snapshot_due(self, run: ModelRun) -> bool:
+        since = run.state.policy_version + 1 - run.state.snapshot_step
+        return since >= self._settings.worker.snapshot_every or run.window.since >= MAX_WINDOW_IDS
+
+    async def _stored(self, run: ModelRun, batch: Batch, plan: StepPlan, result: StepResult, timer: _Timer) -> CommittedStep:
+        # Both at one moment: the snapshot's window, and which of the ids since the last snapshot it holds.
+        duplicates, window_ids = run.window.to_bytes(), run.window.since
+        reported = (len(run.refused_since), len(run.refused_trajectories_since), run.refused_unlisted)
         report = build_report(
             plan=plan,
             batch=batch,
             result=result,
             lane=self._lane,
-            refused=run.rejected,
-            refused_trajectories=run.rejected_trajectories,
-            unlisted=0,
-            timings={},
+            refused=run.refused_since,
+            refused_trajectories=[*run.refused_trajectories_since, *lost_members(run, batch)],
+            unlisted=run.refused_unlisted,
+            timings=timer.laps,
             rows=plan.report_rows,
         )
-        stored = await store_step(self._store, Path(plan.out_dir), result, prepared.duplicates, report)
-        step = state.policy_version + 1
-        metrics = {name: value for name, value in result.metrics.items() if math.isfinite(value)}
-        record = StepRecord(
-            model_id=state.model_id,
-            incarnation=state.incarnation,
-            step=step,
-            attempt=plan.attempt,
-            policy_version_before=state.policy_version,
-            policy_version_after=step,
-            job_id=batch.job_id,
-            lane=self._lane,
-            offsets=offset_ranges([waiting.offset for waiting in batch.groups]),
-            groups=len(batch.groups),
-            cut=batch.cut,
-            config=plan.config,
-            config_digest=sha256(orjson.dumps(plan.config.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)).hexdigest(),
-            plan_digest=result.plan_digest,
-            seed=result.seed,
-            updates=result.updates,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            metrics=metrics,
-            weights=stored.weights,
-            snapshot=stored.snapshot,
-            plots=stored.plots,
-            report=stored.report,
-            scalars=result.scalars,
-            fingerprint=result.fingerprint,
-        )
-        completed = StepCompleted(
-            model_id=state.model_id,
-            incarnation=state.incarnation,
-            step=step,
-            policy_version=step,
-            job_id=batch.job_id,
-            groups=len(batch.groups),
-            trajectories=sum(len(waiting.group.trajectories) for waiting in batch.groups),
-            tokens=result.tokens,
-            metrics=metrics,
-            lag_histogram=prepared.lag_histogram,
-            seconds=result.seconds,
-        )
-        published = WeightsPublished(
-            model_id=state.model_id,
-            incarnation=state.incarnation,
-            policy_version=step,
-            base_model=state.settings.base_model,
-            format="lora" if result.weights_format == "lora" else "full",
-            uri=stored.weights.uri,
-            digest=stored.weights.digest,
-            files=stored.weights_manifest.files,
-        )
-        return CommittedStep(
-            model_id=state.model_id,
-            record=record,
-            completed=completed,
-            published=published,
-            snapshot=stored.snapshot,
-            offsets=tuple(waiting.offset for waiting in batch.groups),
-            num_sequences=result.num_sequences,
-            accelerator=result.fingerprint.device,
-        )
+        stored = await store_step(self._store, Path(plan.out_dir), result, duplicates, report)
+        outcome = StepOutcome(plan=plan, result=result, stored=stored, batch=batch, window_ids=window_ids, reported=reported)
+        return committed_step(run, self._lane, outcome)
 
 
 def finish_job(run: ModelRun, step: CommittedStep) -> None:
@@ -235,3 +245,8 @@ def finish_job(run: ModelRun, step: CommittedStep) -> None:
         metrics=step.completed.metrics,
         accelerator_seconds={step.accelerator: step.completed.seconds},
     )
+
+
+def _last_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[-1] if text else repr(error)

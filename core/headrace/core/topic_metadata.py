@@ -35,6 +35,16 @@ async def partition_counts(options: ClientOptions) -> dict[str, int]:
         return await counts_of(admin)
 
 
+async def cluster_id(options: ClientOptions) -> str:
+    """The id that a cluster was formatted with: another one means other logs, whatever their topics are called.
+
+    Raises:
+        KafkaUnavailableError: the broker can't be reached.
+    """
+    async with open_admin(options) as admin:
+        return str((await admin.describe_cluster())["cluster_id"])
+
+
 async def counts_of(admin: AIOKafkaAdminClient) -> dict[str, int]:
     """As `partition_counts`, through a client that is open."""
     counts: dict[str, int] = {}
