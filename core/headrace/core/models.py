@@ -21,7 +21,7 @@ from headrace.core.settings import Settings
 from headrace.core.topic_admin import lane_count
 from headrace.schemas.commands import CreateModel, DeleteModel
 from headrace.schemas.envelope import seal
-from headrace.schemas.state import LaneState
+from headrace.schemas.state import LaneState, StartFrom
 from headrace.schemas.training import ModelSettings
 
 _NAMESPACE = uuid.UUID("9d3f2a64-54b0-5c1e-8a52-1f1c0a6f7be3")
@@ -45,7 +45,9 @@ def model_id_of(account: str, project: str, name: str) -> str:
     return str(uuid.uuid5(_NAMESPACE, orjson.dumps([account, project, name]).decode()))
 
 
-async def create_model(settings: Settings, *, project: str, name: str, model: ModelSettings, account: str | None = None) -> ModelView:
+async def create_model(
+    settings: Settings, *, project: str, name: str, model: ModelSettings, account: str | None = None, start_from: StartFrom | None = None
+) -> ModelView:
     """Ask for a model; one that lives already with the same settings is returned as it is.
 
     Args:
@@ -54,10 +56,11 @@ async def create_model(settings: Settings, *, project: str, name: str, model: Mo
         name: Name, unique in the project.
         model: What is trained and how; fixed from now on.
         account: Owner; None: `settings.account`.
+        start_from: A stored state that it begins with; None: the base model.
 
     Raises:
         ModelRefusedError: the base model is unknown or can't be trained that way, a name is not usable, or the model lives with
-            other settings.
+            other settings; with `start_from`, that it lives at all.
         KafkaUnavailableError: no broker; nothing was sent, or it is not known: repeating is harmless.
     """
     account = account or settings.account
@@ -65,12 +68,20 @@ async def create_model(settings: Settings, *, project: str, name: str, model: Mo
     check_base_model(settings, model)
     model_id = model_id_of(account, project, name)
     command = CreateModel(
-        model_id=model_id, account=account, project=project, name=name, settings=model, worker_group=settings.worker.group
+        model_id=model_id,
+        account=account,
+        project=project,
+        name=name,
+        settings=model,
+        worker_group=settings.worker.group,
+        start_from=start_from,
     )
     known = (await _read(settings, model_id)).get(model_id)
     if known is None or known.status in {"deleted", "deleting"}:
-        place = await _send(settings, command)
+        place = await send_command(settings, command, source=_SOURCE)
         return replace(created_view(command), command=place)
+    if start_from is not None:
+        raise ModelRefusedError(f"project {project!r} has a model {name!r} already: take another name, or delete it first")
     if known.settings != model or known.worker_group != settings.worker.group:
         differing = sorted(k for k, v in model.model_dump().items() if v != known.settings.model_dump().get(k))
         raise ModelRefusedError(
@@ -90,7 +101,7 @@ async def delete_model(settings: Settings, model_id: str) -> ModelView:
     known = await get_model(settings, model_id)
     if known.status in {"deleted", "deleting"}:
         return known
-    place = await _send(settings, DeleteModel(model_id=model_id))
+    place = await send_command(settings, DeleteModel(model_id=model_id), source=_SOURCE)
     return replace(known, status="deleting", command=place)
 
 
@@ -176,34 +187,8 @@ def check_base_model(settings: Settings, model: ModelSettings) -> None:
 async def _read(settings: Settings, model_id: str | None) -> dict[str, ModelView]:
     """Views of all models, or of those on one model's lane."""
     options = client_options(settings.kafka, "headrace-models")
-    topics = settings.topic_names
-    lanes = await lane_count(options, topics)
-    partitions = None if model_id is None else [lane_of(model_id, lanes)]
-    states = await read_to_end(options, topics.models, partitions)
-    lane_states = (open_state(record) for record in latest_by_key(states).values() if record.key.startswith(b"lane:"))
-    start = {state.lane: state.commands_through for state in lane_states if isinstance(state, LaneState)}
-    try:
-        commands = await read_to_end(options, topics.commands, partitions, start=start)
-    except OffsetLostError:  # no owner for longer than commands are kept: what is left is all there is
-        commands = await read_to_end(options, topics.commands, partitions)
-    return fold(states, commands)
-
-
-async def _send(settings: Settings, command: CreateModel | DeleteModel) -> tuple[int, int]:
-    """Write a command; returns its (lane, offset)."""
-    options: ClientOptions = client_options(settings.kafka, "headrace-models")
-    lane = lane_of(command.model_id, await lane_count(options, settings.topic_names))
-    value, headers = seal(command, source=_SOURCE)
-    with plain_errors(options):
-        producer = AIOKafkaProducer(**options, enable_idempotence=True, acks="all")
-        try:
-            await producer.start()
-            sent = await producer.send_and_wait(
-                settings.topic_names.commands, value, key=command.model_id.encode(), partition=lane, headers=headers
-            )
-        finally:
-            await producer.stop()
-    return lane, int(sent.offset)
+    lanes = await lane_count(options, settings.topic_names)
+    return fold(*await read_lanes(options, settings.topic_names, None if model_id is None else [lane_of(model_id, lanes)]))
 
 
 def _check_names(**names: str) -> None:
