@@ -1,0 +1,186 @@
+"""Raw groups of one model, out of the log: by time, by id, by the steps that trained them, by an expression.
+
+Guarantees: `read_committed`, without a consumer group: nothing of the cluster changes; groups come in the log's order, with the record's
+own bytes, key and headers; what can't be read, or whose payload is gone, is named (`Unusable`), never left out in silence.
+Gives up: job records, which are no groups; memory bounds beyond one poll (a few megabytes) and one group.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.errors import OffsetOutOfRangeError
+
+from headrace.consumers.replay_span import span_of
+from headrace.consumers.replay_where import Where
+from headrace.core.fetching import single_reader
+from headrace.core.kafka import client_options, plain_errors
+from headrace.core.lanes import lane_of
+from headrace.core.payloads import PayloadError, redeem
+from headrace.core.reading import POLL_MS, STALL_SECONDS, ReadStalledError, end_offsets
+from headrace.core.settings import Settings
+from headrace.core.store import ObjectStore, open_store
+from headrace.core.topic_admin import lane_count
+from headrace.schemas.claim import GroupClaim
+from headrace.schemas.codec import JSON_TYPE, SampledGroup, decode_group
+from headrace.schemas.envelope import header_text, model_of, open_record
+from headrace.schemas.errors import CodecError
+from headrace.schemas.jobs import TrainingJob
+from headrace.schemas.reasons import DeadLetterReason
+from headrace.schemas.trajectory import TrajectoryGroup
+
+_CARRIED = (TrajectoryGroup, GroupClaim, TrainingJob)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which groups; what is not said does not choose."""
+
+    since: datetime | None = None
+    until: datetime | None = None
+    offsets: frozenset[int] | None = None
+    """Of the model's lane: what chosen steps trained on."""
+    group_ids: frozenset[str] = frozenset()
+    where: Where | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawGroup:
+    """A group that fits."""
+
+    record: ConsumerRecord
+    claimed: bool
+    """The record is a claim; the payload stays in the object store."""
+    sampled: SampledGroup | None
+    """Decoded, with the id that its lane calls it by; None where nobody asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unusable:
+    """A record in the span that can't be judged or decoded, or a group that is no longer in the log."""
+
+    offset: int
+    detail: str
+
+
+class GroupReader:
+    """Reads the groups of one model that fit a selection.
+
+    Args:
+        settings: Of this process.
+        model_id: Whose groups.
+        selection: Which of them.
+        decode: Whether `RawGroup.sampled` is wanted also where the selection does not need it.
+    """
+
+    def __init__(self, settings: Settings, model_id: str, selection: Selection, *, decode: bool) -> None:
+        self._settings = settings
+        self._model_id = model_id
+        self._selection = selection
+        self._decode = decode or bool(selection.group_ids) or selection.where is not None
+        self._store: ObjectStore | None = None
+        self.groups = 0
+        """Groups of the model in the span so far, whether they fit or not."""
+
+    async def read(self) -> AsyncGenerator[RawGroup | Unusable]:
+        """What fits, in the log's order, to the end that the log has now. Close it (`aclosing`) when leaving early.
+
+        Raises:
+            StoreUnavailableError: the store could not answer for a claim's payload.
+            KafkaUnavailableError: no broker, or no topics.
+        """
+        options = client_options(self._settings.kafka, "headrace-replay")
+        topics = self._settings.topic_names
+        where = TopicPartition(topics.trajectory_groups, lane_of(self._model_id, await lane_count(options, topics)))
+        end = (await end_offsets(options, where.topic, [where.partition]))[where.partition]
+        with plain_errors(options):
+            async with single_reader(options, where) as consumer:
+                first, stop = await span_of(consumer, where, end, self._selection.since, self._selection.until)
+                wanted = self._wanted(first, stop)
+                if wanted is not None:
+                    first, stop = max(first, min(wanted, default=stop)), max(wanted, default=first - 1) + 1
+                async for record in _records(consumer, where, first, stop):
+                    if isinstance(record, Unusable):
+                        (wanted or set()).discard(record.offset)
+                        yield record
+                    elif record.key == self._model_id.encode() and (wanted is None or record.offset in wanted):
+                        if wanted is not None:
+                            wanted.remove(record.offset)
+                        if (found := await asyncio.to_thread(self._judge, record)) is not None:
+                            yield found
+                for offset in sorted(wanted or ()):
+                    yield Unusable(offset=offset, detail="a step trained on it, and the log does not have it any more")
+
+    def _wanted(self, first: int, stop: int) -> set[int] | None:
+        """The chosen offsets; where a time was given as well, those that came then."""
+        chosen = self._selection.offsets
+        if chosen is None:
+            return None
+        return {offset for offset in chosen if offset < stop and (offset >= first or self._selection.since is None)}
+
+    def _judge(self, record: ConsumerRecord) -> RawGroup | Unusable | None:
+        """What a record is, if it fits. Blocks."""
+        headers = header_text(record.headers)
+        try:
+            model = model_of(headers, _CARRIED)
+            if model is TrainingJob:
+                return None
+            self.groups += 1
+            if not self._decode:
+                return RawGroup(record=record, claimed=model is GroupClaim, sampled=None)
+            sampled = self._decoded(record, headers, claimed=model is GroupClaim)
+        except (CodecError, PayloadError) as error:
+            return Unusable(offset=record.offset, detail=str(error))
+        chosen = self._selection
+        fits = not chosen.group_ids or sampled.group.group_id in chosen.group_ids
+        if fits and (chosen.where is None or chosen.where.fits(sampled)):
+            return RawGroup(record=record, claimed=model is GroupClaim, sampled=sampled)
+        return None
+
+    def _decoded(self, record: ConsumerRecord, headers: Mapping[str, str], *, claimed: bool) -> SampledGroup:
+        """The group, called as its lane calls it."""
+        name = f"{record.partition}-{record.offset}"
+        if claimed:
+            claim = open_record(record.value, headers, _CARRIED)
+            assert isinstance(claim, GroupClaim)  # noqa: S101 - narrows the type; model_of said so
+            if self._store is None:
+                self._store = open_store(self._settings.store.url, self._settings.s3)
+            sampled = decode_group(redeem(self._store, claim), claim.content_type)
+            name = claim.group_id or name
+        elif record.value is None:
+            raise CodecError(DeadLetterReason.NOT_JSON, "", "the record has no value")
+        else:
+            sampled = decode_group(record.value, headers.get("content-type", JSON_TYPE))
+        if sampled.group.group_id is None:
+            sampled.group.group_id = name
+        return sampled
+
+
+async def _records(consumer: AIOKafkaConsumer, where: TopicPartition, first: int, stop: int) -> AsyncGenerator[ConsumerRecord | Unusable]:
+    """Committed records of `[first, stop)`."""
+    consumer.seek(where, first)
+    at, moved_at = first, time.monotonic()
+    at_once: int | None = None  # records of one poll; None: as many as come
+    while at < stop:
+        try:
+            batches = await consumer.getmany(where, timeout_ms=POLL_MS, max_records=at_once)
+        except OffsetOutOfRangeError:
+            # Retention ran since the span was found: what it took is no longer in the span.
+            consumer.seek(where, (await consumer.beginning_offsets([where]))[where])
+        except UnicodeDecodeError:
+            # A header's name that is no UTF-8, inside the client library: one by one until it stands alone, then over it.
+            if at_once is not None:
+                yield Unusable(offset=at, detail="a header's name is no UTF-8: whose record it is can't be told")
+            consumer.seek(where, at + (at_once or 0))
+            at_once = 1
+        else:
+            for record in batches.get(where, ()):
+                if record.offset < stop:
+                    yield record
+        if (now_at := await consumer.position(where)) != at:
+            at, moved_at = now_at, time.monotonic()
+        elif time.monotonic() - moved_at > STALL_SECONDS:
+            raise ReadStalledError(f"no progress for {STALL_SECONDS:g} s: {where.topic} partition {where.partition} at {at} of {stop}")

@@ -1,0 +1,115 @@
+"""Where a replay begins: the nearest state before its first step that still exists, and the ledger's records from there on.
+
+Snapshots are kept for recovery, the last few of each model, so a replay of early steps often begins at the base model. Guarantees: the
+state that is named exists, each of its files was seen in the store; the records are gapless from there to the last step that was asked for.
+Gives up: holding the snapshot against its owner, who may delete it the moment after; the run then says so.
+"""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from headrace.core.errors import HeadraceError
+from headrace.core.ledger import read_ledger, stream_ledger
+from headrace.core.settings import Settings
+from headrace.core.step_range import StepRange
+from headrace.core.store import DigestMismatchError, ObjectNotFoundError, ObjectStore, read_manifest
+from headrace.schemas.state import ModelState, StepRecord
+from headrace.schemas.weights import WeightsRef
+
+BEGIN_ANEW = frozenset({"rebased", "forked"})
+"""Cuts of steps that train nothing: the state is that of their snapshot, however the steps before went."""
+
+
+class NothingToReplayError(HeadraceError):
+    """The steps that were asked for can't be reached; says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchor:
+    """A step whose state was stored once."""
+
+    step: int
+    snapshot: WeightsRef
+    anew: bool = False
+    """No step before it leads to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """What to run."""
+
+    start: Anchor | None
+    """None: the base model."""
+    gone: int
+    """Snapshots nearer to the first step that do not exist any more."""
+    first: int
+    """The first step that was asked for; those before it only lead there."""
+    records: tuple[StepRecord, ...]
+    """From the step after the start to the last that was asked for."""
+
+
+async def find_route(settings: Settings, store: ObjectStore, state: ModelState, steps: StepRange) -> Route:
+    """The way to the steps that were asked for.
+
+    Args:
+        settings: Of this process.
+        store: Where snapshots are.
+        state: Of the model.
+        steps: Asked for.
+
+    Raises:
+        NothingToReplayError: the ledger does not have them, or a step that began anew can't be begun any more.
+        HeadraceError: Kafka or the store can't be reached.
+    """
+    first, last, anchors = await _bounds(settings, state, steps)
+    if state.snapshot is not None and not any(anchor.step == state.snapshot_step for anchor in anchors):
+        # Stored when a worker gave the lane up: no step's record names it.
+        anchors.append(Anchor(step=state.snapshot_step, snapshot=state.snapshot))
+    start, gone = await asyncio.to_thread(_nearest, store, [anchor for anchor in anchors if anchor.step < first])
+    begin = StepRange(first=1 if start is None else start.step + 1, last=last)
+    records = await read_ledger(settings, state.model_id, incarnation=state.incarnation, steps=begin, shadow_of=state.shadow_of)
+    missing = sorted(set(range(begin.first or 1, last + 1)) - {record.step for record in records})
+    if missing:
+        raise NothingToReplayError(f"the ledger of {state.name} does not have step {missing[0]}, which leads to step {last}")
+    return Route(start=start, gone=gone, first=first, records=tuple(records))
+
+
+async def _bounds(settings: Settings, state: ModelState, steps: StepRange) -> tuple[int, int, list[Anchor]]:
+    """First and last step that the range means in this ledger, and all that could be begun from."""
+    anchors: list[Anchor] = []
+    found = 0
+    stream = stream_ledger(settings, state.model_id, incarnation=state.incarnation, shadow_of=state.shadow_of)
+    async with aclosing(stream):
+        async for record in stream:
+            found = record.step
+            if record.snapshot is not None:
+                anchors.append(Anchor(step=record.step, snapshot=record.snapshot, anew=record.cut in BEGIN_ANEW))
+    first, last = steps.first or 1, found if steps.last is None else steps.last
+    if found == 0:
+        raise NothingToReplayError(f"{state.name} has no step yet")
+    if max(first, last) > found:
+        raise NothingToReplayError(f"steps {steps} were asked for, but the ledger of {state.name} ends at step {found}")
+    return first, last, anchors
+
+
+def _nearest(store: ObjectStore, anchors: list[Anchor]) -> tuple[Anchor | None, int]:
+    """The last one that exists, and how many behind it do not. Blocks."""
+    for gone, anchor in enumerate(sorted(anchors, key=lambda anchor: -anchor.step)):
+        if _exists(store, anchor.snapshot):
+            return anchor, gone
+        if anchor.anew:
+            raise NothingToReplayError(
+                f"step {anchor.step} began anew from a snapshot that is gone ({anchor.snapshot.uri}): what came after can't be run again"
+            )
+    return None, len(anchors)
+
+
+def _exists(store: ObjectStore, snapshot: WeightsRef) -> bool:
+    try:
+        manifest = read_manifest(store, snapshot.uri, snapshot.digest)
+        for file in manifest.files:
+            store.head(f"{store.resolve(snapshot.uri)}/{file.path}")
+    except (ObjectNotFoundError, DigestMismatchError):
+        return False
+    return True
