@@ -124,26 +124,59 @@ def test_wrong_settings_are_named_with_their_field(cli: Headrace, tmp_path: Path
     assert cli("models", "list", "--json").json == []
 
 
-def test_wait_ends_when_the_owner_has_written_the_models_state(cli: Headrace, kafka: str, topic_prefix: str) -> None:
-    model_id = model_id_of("default", "default", "m")
+Own = Callable[..., None]
 
-    async def own() -> None:
-        """What a worker writes when it has read the command."""
+
+@pytest.fixture
+def own(kafka: str, topic_prefix: str) -> Own:
+    """`own(through, **state)`: what a worker writes of model `m` when it has read the commands below."""
+
+    async def write(through: int, **changed: Any) -> None:
+        model_id = model_id_of("default", "default", "m")
         lane, name = lane_of(model_id, LANES), {"account": "default", "project": "default", "name": "m", "worker_group": "default"}
-        state = ModelState(model_id=model_id, incarnation=str(uuid.uuid4()), settings=ModelSettings(base_model="tiny"), scanned=0, **name)
+        state = ModelState(
+            model_id=model_id, incarnation=str(uuid.uuid4()), settings=ModelSettings(base_model="tiny"), scanned=0, **name, **changed
+        )
         producer = AIOKafkaProducer(**client_options(KafkaSettings(bootstrap_servers=kafka), "test"))
         await producer.start()
-        for key, record in ((model_id, state), (f"lane:{lane}", LaneState(lane=lane, commands_through=10, partitions=LANES))):
+        for key, record in ((model_id, state), (f"lane:{lane}", LaneState(lane=lane, commands_through=through, partitions=LANES))):
             value, headers = seal(record, source="test")
             await producer.send_and_wait(topic_prefix + "models", value, key=key.encode(), partition=lane, headers=headers)
         await producer.stop()
 
-    owner = threading.Timer(0.5, lambda: asyncio.run(own()))
+    return lambda through, **changed: asyncio.run(write(through, **changed))
+
+
+def test_wait_ends_when_the_owner_has_written_the_models_state(cli: Headrace, own: Own) -> None:
+    owner = threading.Timer(0.5, own, [10])
     owner.start()
     created = cli("models", "create", "m", "--base-model", "tiny", "--wait", "--json")
     owner.join()
     assert created.code == 0
-    assert (created.json["status"], created.json["state"]["model_id"]) == ("active", model_id)
+    assert (created.json["status"], created.json["state"]["model_id"]) == ("active", model_id_of("default", "default", "m"))
+
+
+def test_a_diverged_model_shows_why_and_is_resumed(cli: Headrace, own: Own) -> None:
+    model_id = model_id_of("default", "default", "m")
+    assert cli("models", "create", "m", "--base-model", "tiny").code == 0
+    own(1, status="diverged", status_detail="step 3: the weights' digest differs")
+    table = cli("models", "list").out
+    assert f"m is diverged: step 3: the weights' digest differs\n  To let it go on: headrace models resume {model_id}\n" in table
+    shown = cli("models", "show", "m").out
+    assert "status: diverged\nstatus_detail: 'step 3: the weights'' digest differs'\n" in shown
+    assert cli("models", "resume", "m").out == f"{model_id} resuming\n"
+    assert "resuming" in cli("models", "list").out
+    own(2, status="diverged", status_detail="it still differs")
+    ran = cli("models", "show", "m", "--json")
+    assert (ran.json["status"], ran.json["status_detail"]) == ("diverged", "it still differs")
+    owner = threading.Timer(0.5, own, [3], {"status": "active"})
+    owner.start()
+    resumed = cli("models", "resume", "m", "--wait")
+    owner.join()
+    assert (resumed.code, resumed.out) == (0, f"{model_id} active\n")
+    refused = cli("models", "resume", "m")
+    assert (refused.code, refused.out) == (1, "")
+    assert "only one that is stopped or diverged can be resumed" in refused.err
 
 
 def test_wait_without_a_worker_gives_up_and_says_so(cli: Headrace) -> None:

@@ -21,6 +21,7 @@ from headrace.core.models import (
     get_model,
     list_models,
     model_id_of,
+    resume_model,
     wait_for_model,
 )
 from headrace.core.reading import read_to_end
@@ -153,6 +154,29 @@ async def test_a_deletion_shows_before_and_after_the_owner_has_read_it(settings:
     assert (again.status, again.settings.seed) == ("creating", 7)
     assert again.command is not None
     assert again.command[1] > deleting.command[1]
+
+
+@pytest.mark.parametrize("status", ["stopped", "diverged"])
+async def test_a_model_that_can_not_go_on_is_resumed_by_command_and_only_then(
+    settings: Settings, options: ClientOptions, status: str
+) -> None:
+    created = await create_model(settings, project="maze", name="solver", model=TINY)
+    assert created.command is not None
+    with pytest.raises(ModelRefusedError, match="is creating: only one that is stopped or diverged can be resumed"):
+        await resume_model(settings, created.model_id)
+    await as_owner(settings, options, created.model_id, created.command[1] + 1, status="diverged", status_detail="step 3 differs")
+    resuming = await resume_model(settings, created.model_id)
+    assert resuming.status == (await get_model(settings, created.model_id)).status == "resuming"
+    assert (await resume_model(settings, created.model_id)).command == resuming.command, "a command that nobody has read is not repeated"
+    assert resuming.command is not None
+    waiting = asyncio.create_task(wait_for_model(settings, resuming, 30))
+    await as_owner(settings, options, created.model_id, resuming.command[1], status="diverged")  # has not read it yet
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(waiting), 0.5)
+    await as_owner(settings, options, created.model_id, resuming.command[1] + 1, status="active")
+    assert (await asyncio.wait_for(waiting, 10)).status == "active"
+    with pytest.raises(ModelRefusedError, match="is active"):
+        await resume_model(settings, created.model_id)
 
 
 async def test_models_are_listed_by_project_and_account(settings: Settings) -> None:

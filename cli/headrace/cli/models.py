@@ -1,4 +1,4 @@
-"""`headrace models create|list|show|delete`."""
+"""`headrace models create|list|show|resume|delete`."""
 
 import asyncio
 from pathlib import Path
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Models: created and deleted by command, trained by the worker of their group.", no_args_is_help=True)
 
+_STOPPED = {"stopped", "diverged"}
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until a worker has taken it up.")]
 Seconds = Annotated[float, typer.Option("--timeout", min=0, help="Seconds that --wait waits at most.")]
@@ -66,9 +67,7 @@ def create(  # noqa: PLR0917 - typer passes them by name
     process = Settings()
     view = asyncio.run(run())
     _print_one(view, as_json) if as_json else typer.echo(view.model_id)
-    if view.status in {"stopped", "diverged"}:
-        typer.echo(f"The model is {view.status}: {view.status_detail}", err=True)
-        raise typer.Exit(1)
+    _fail_if_stopped(view)
 
 
 @app.command("list")
@@ -96,6 +95,9 @@ def list_(
         trained, base = view.settings.adaptation, view.settings.base_model
         table.add_row(view.project, view.name, view.model_id, base, trained, view.status, str(version), str(groups))
     Console(soft_wrap=True, markup=False).print(table)
+    for view in views:
+        if view.status in _STOPPED:
+            typer.echo(f"{view.name} is {view.status}: {view.status_detail}\n  To let it go on: headrace models resume {view.model_id}")
 
 
 @app.command()
@@ -106,6 +108,26 @@ def show(model: Model, project: Project = "default", as_json: AsJson = False) ->
 
     process = Settings()
     _print_one(asyncio.run(models.get_model(process, model_id(process, project, model))), as_json)
+
+
+@app.command()
+def resume(model: Model, project: Project = "default", wait: Wait = False, timeout: Seconds = 120, as_json: AsJson = False) -> None:
+    """Let a model go on that is stopped or has diverged.
+
+    A diverged model goes on from what could be run again of its steps, as a new version; the ledger says so. Groups that were lost are
+    refused as `expired`. Exit code 1 if it is stopped or diverged again.
+    """
+    from headrace.core import models  # noqa: PLC0415
+    from headrace.core.settings import Settings  # noqa: PLC0415
+
+    async def run() -> "ModelView":
+        view = await models.resume_model(process, model_id(process, project, model))
+        return await models.wait_for_model(process, view, timeout) if wait else view
+
+    process = Settings()
+    view = asyncio.run(run())
+    _print_one(view, as_json) if as_json else typer.echo(f"{view.model_id} {view.status}")
+    _fail_if_stopped(view)
 
 
 @app.command()
@@ -121,6 +143,12 @@ def delete(model: Model, project: Project = "default", wait: Wait = False, timeo
     process = Settings()
     view = asyncio.run(run())
     typer.echo(f"{view.model_id} {view.status}")
+
+
+def _fail_if_stopped(view: "ModelView") -> None:
+    if view.status in _STOPPED:
+        typer.echo(f"The model is {view.status}: {view.status_detail}", err=True)
+        raise typer.Exit(1)
 
 
 def _as_dict(view: "ModelView") -> dict[str, Any]:

@@ -11,13 +11,13 @@ from aiokafka import ConsumerRecord
 
 from headrace.core.errors import HeadraceError
 from headrace.core.reading import latest_by_key
-from headrace.schemas.commands import COMMANDS, Command, CreateModel, DeleteModel
+from headrace.schemas.commands import COMMANDS, Command, CreateModel, DeleteModel, ResumeModel
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.errors import CodecError
 from headrace.schemas.state import LaneState, ModelState
 from headrace.schemas.training import ModelSettings
 
-Status = Literal["creating", "active", "stopped", "diverged", "deleting", "deleted"]
+Status = Literal["creating", "active", "stopped", "diverged", "resuming", "deleting", "deleted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,8 @@ def fold(states: list[ConsumerRecord], commands: list[ConsumerRecord]) -> dict[s
             views[command.model_id] = replace(created_view(command), command=place)
         elif isinstance(command, DeleteModel) and known is not None and known.status != "deleted":
             views[command.model_id] = replace(known, status="deleting", command=place)
+        elif isinstance(command, ResumeModel) and known is not None and known.status in {"stopped", "diverged"}:
+            views[command.model_id] = replace(known, status="resuming", command=place)
     return views
 
 

@@ -1,7 +1,8 @@
 """Models as everyone but their owner sees them: states in `models`, with the commands folded over them that no owner has read yet.
 
 Guarantees: a model shows as soon as its command is in the log, also with no worker alive; commands are idempotent (the id derives from
-account, project and name). Gives up: what a command leads to is the owner's to say; until then the view says `creating` or `deleting`.
+account, project and name). Gives up: what a command leads to is the owner's to say; until then the view says `creating`, `resuming` or
+`deleting`.
 """
 
 import uuid
@@ -9,19 +10,17 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import orjson
-from aiokafka import AIOKafkaProducer, ConsumerRecord
 
+from headrace.core.commands import commands_through, lane_states, read_lanes, send_command
 from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
-from headrace.core.kafka import ClientOptions, client_options, plain_errors
+from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
-from headrace.core.model_views import ModelView, created_view, fold, open_state
-from headrace.core.reading import OffsetLostError, follow, latest_by_key, read_to_end
+from headrace.core.model_views import ModelView, created_view, fold
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import lane_count
-from headrace.schemas.commands import CreateModel, DeleteModel
-from headrace.schemas.envelope import seal
-from headrace.schemas.state import LaneState, StartFrom
+from headrace.schemas.commands import CreateModel, DeleteModel, ResumeModel
+from headrace.schemas.state import StartFrom
 from headrace.schemas.training import ModelSettings
 
 _NAMESPACE = uuid.UUID("9d3f2a64-54b0-5c1e-8a52-1f1c0a6f7be3")
@@ -137,12 +136,33 @@ async def list_models(
     return sorted(chosen, key=lambda view: (view.account, view.project, view.name))
 
 
+async def resume_model(settings: Settings, model_id: str) -> ModelView:
+    """Ask that a model that is stopped or has diverged goes on.
+
+    A diverged one goes on from what could be run again of its steps, as a new version; groups that were lost are refused as `expired`.
+
+    Raises:
+        UnknownModelError: there is none.
+        ModelRefusedError: it is neither stopped nor diverged.
+        KafkaUnavailableError: no broker.
+    """
+    known = await get_model(settings, model_id)
+    if known.status == "resuming":
+        return known
+    if known.status not in {"stopped", "diverged"}:
+        raise ModelRefusedError(f"model {known.name} ({model_id}) is {known.status}: only one that is stopped or diverged can be resumed")
+    place = await send_command(settings, ResumeModel(model_id=model_id), source=_SOURCE)
+    return replace(known, status="resuming", command=place)
+
+
 async def wait_for_model(settings: Settings, view: ModelView, seconds: float) -> ModelView:
-    """Wait until the owner of its lane has done what `create_model` or `delete_model` asked for, by following `models`.
+    """Wait until the owner of its lane has done what was asked for (created, deleted, resumed), by following `models`.
+
+    A model that was resumed may be stopped or diverged after it, with another detail: the owner found that it still can't go on.
 
     Args:
         settings: Of this process.
-        view: What those returned.
+        view: What `create_model`, `delete_model` or `resume_model` returned.
         seconds: Give up after.
 
     Raises:
@@ -151,19 +171,14 @@ async def wait_for_model(settings: Settings, view: ModelView, seconds: float) ->
     if view.command is None:
         return view
     reached = {"deleted"} if view.status == "deleting" else {"active", "stopped", "diverged"}
-    lane, _ = view.command
-    records: list[ConsumerRecord] = []
+    lane, offset = view.command
     try:
-        async with deadline(seconds):
-            options = client_options(settings.kafka, "headrace-models")
-            async with aclosing(follow(options, settings.topic_names.models, lane)) as batches:
-                async for batch in batches:
-                    records = list(latest_by_key(records + batch).values())
-                    through = max((s.commands_through for s in map(open_state, records) if isinstance(s, LaneState)), default=0)
-                    now = fold(records, []).get(view.model_id)
-                    # The lane's record and the model's are of one transaction, but may come in two batches.
-                    if through > view.command[1] and now is not None and now.status in reached:
-                        return now
+        async with deadline(seconds), aclosing(lane_states(settings, lane)) as states:
+            async for records in states:
+                now = fold(records, []).get(view.model_id)
+                # The lane's record and the model's are of one transaction, but may come in two batches.
+                if commands_through(records).get(lane, 0) > offset and now is not None and now.status in reached:
+                    return now
     except TimeoutError as error:
         raise ModelNotReadyError(
             f"no worker has taken up {view.name} ({view.model_id}) within {seconds:g} s: is one of group {view.worker_group!r} running "
