@@ -1,7 +1,9 @@
 """Running the command line in this process, with an environment of its own."""
 
+import asyncio
 import os
 import sys
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +11,10 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.cli.recorded import Recorded, write_recorded
 
 from headrace.cli.main import main
+from headrace.core.settings import KafkaSettings, Settings, TopicSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +54,12 @@ def headrace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         return Ran(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def recorded(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """A ledger with reports, states and events under topics of its own; its environment is for `headrace(…)`."""
+    settings = Settings(
+        kafka=KafkaSettings(bootstrap_servers=kafka), topics=TopicSettings(prefix=f"t{uuid.uuid4().hex[:10]}.", partitions=2)
+    )
+    return asyncio.run(write_recorded(settings, tmp_path_factory.mktemp("recorded")))

@@ -102,7 +102,7 @@ def step_with_report(store: FileStore, scratch: Path, step: int, model: str, gro
 async def test_a_version_comes_from_the_groups_of_its_steps_report(settings: Settings, store: FileStore, model: str, tmp_path: Path):
     groups = (reported("a", 4), reported("b", 5))
     made = step_with_report(store, tmp_path, 3, model, groups)
-    found = await Lineage(settings, store, state(model), [made]).version(made)
+    found = await Lineage(settings, store, model, state(model), [made]).version(made)
     assert (found.groups, found.source, found.problem) == (groups, "report", None)
 
 
@@ -114,7 +114,7 @@ async def test_without_a_report_the_log_still_has_ids_and_producers(settings: Se
     claimed = await write(settings, claims, key=model, source="agent-7")
     lane = lane_of(model, LANES)
     made = record(1, model_id=model, lane=lane, offsets=first + claimed)
-    found = await Lineage(settings, store, state(model), [made]).version(made)
+    found = await Lineage(settings, store, model, state(model), [made]).version(made)
     assert found.source == "log"
     assert found.problem == "no report was kept: the ledger names none for this step"
     assert [(each.group_id, each.offset, each.producer) for each in found.groups] == [
@@ -125,7 +125,7 @@ async def test_without_a_report_the_log_still_has_ids_and_producers(settings: Se
     ]
     async with open_admin(options) as admin:
         await admin.delete_records({TopicPartition(settings.topic_names.trajectory_groups, lane): RecordsToDelete(claimed[0])})
-    gone = await Lineage(settings, store, state(model), [made]).version(made)
+    gone = await Lineage(settings, store, model, state(model), [made]).version(made)
     assert (gone.groups, gone.source) == ((), "nothing")
     assert gone.problem is not None
     assert f"offsets {first[0]}, {first[1]} are needed and are not there" in gone.problem
@@ -138,7 +138,7 @@ async def test_a_trained_group_influenced_its_version_and_all_later_ones(setting
         step_with_report(store, tmp_path, 2, model, [reported("b", 2)], **of_two),
         step_with_report(store, tmp_path, 3, model, [reported("c", 3)], refused=(refused(model, "b", 3, RejectionReason.DUPLICATE),)),
     ]
-    found = await Lineage(settings, store, state(model), records).group("b")
+    found = await Lineage(settings, store, model, state(model), records).group("b")
     assert (found.status, found.trained, found.group, found.versions) == ("trained", records[1], reported("b", 2), (2, 3))
     # Sent once more, and refused then: both are told.
     assert [each.reason for each in found.refusals] == [RejectionReason.DUPLICATE]
@@ -152,7 +152,7 @@ async def test_a_group_of_a_step_whose_report_is_gone_is_found_in_the_log(settin
         record(1, model_id=model, lane=lane, offsets=offsets[:2]),
         step_with_report(store, tmp_path, 2, model, [reported("c", offsets[2])]),
     ]
-    found = await Lineage(settings, store, state(model), records).group("b")
+    found = await Lineage(settings, store, model, state(model), records).group("b")
     assert (found.status, found.trained, found.versions) == ("trained", records[0], (1, 2))
     assert found.group == ReportedGroup(group_id="b", offset=offsets[1], producer="test/worker", trajectories=())
 
@@ -163,21 +163,21 @@ async def test_steps_of_which_nothing_is_left_are_named_when_a_group_is_not_foun
     async with open_admin(client_options(settings.kafka, "test")) as admin:
         await admin.delete_records({TopicPartition(settings.topic_names.trajectory_groups, lane): RecordsToDelete(offsets[2])})
     records = [record(step, model_id=model, lane=lane, offsets=[offset]) for step, offset in enumerate(offsets, 1)]
-    found = await Lineage(settings, store, state(model), records).group("a")
+    found = await Lineage(settings, store, model, state(model), records).group("a")
     assert (found.status, found.unsearched) == ("unknown", (1, 2))
-    assert (await Lineage(settings, store, state(model), records).group("c")).trained == records[2]
+    assert (await Lineage(settings, store, model, state(model), records).group("c")).trained == records[2]
 
 
 async def test_a_pending_group_waits_in_its_bucket(settings: Settings, store: FileStore, model: str):
     first, second = await write(settings, [group("a"), group("b", "job-1")], key=model)
     pending = [Pending(offset=first), Pending(offset=second, job_id="job-1")]
-    found = await Lineage(settings, store, state(model, pending=pending), []).group("b")
+    found = await Lineage(settings, store, model, state(model, pending=pending), []).group("b")
     assert (found.status, found.waiting, found.trained, found.versions) == ("waiting", pending[1], None, ())
 
 
 async def test_a_group_that_no_owner_has_read_yet_is_told_from_one_that_was_never_sent(settings: Settings, store: FileStore, model: str):
     read, unread = await write(settings, [group("read"), group("unread", "job-1")], key=model)
-    lineage = Lineage(settings, store, state(model, scanned=read + 1), [])
+    lineage = Lineage(settings, store, model, state(model, scanned=read + 1), [])
     found = await lineage.group("unread")
     assert (found.status, found.waiting) == ("unread", Pending(offset=unread, job_id="job-1"))
     # Below `scanned`, not pending, not trained, not refused: it was a dead letter, or another model's.
@@ -189,7 +189,7 @@ async def test_a_refusal_comes_from_a_report_and_else_from_events(settings: Sett
     awkward = 'quoted "ü" \\ id'
     events = [refused(model, awkward, 9), lost(model, awkward, 3), refused(model, awkward + "x", 10)]
     await write(settings, events, key=model)
-    lineage = Lineage(settings, store, state(model), [made])
+    lineage = Lineage(settings, store, model, state(model), [made])
     of_report, of_events = await lineage.group("reported"), await lineage.group(awkward)
     assert (of_report.status, [each.offset for each in of_report.refusals]) == ("refused", [8])
     assert (of_events.status, [each.offset for each in of_events.refusals]) == ("refused", [9])
@@ -205,7 +205,7 @@ async def test_a_record_that_is_no_group_is_passed_by(settings: Settings, store:
         await producer.send_and_wait(topic, b"not a group", key=model.encode(), partition=lane)
     finally:
         await producer.stop()
-    assert (await Lineage(settings, store, state(model, scanned=0), []).group("a")).status == "unknown"
+    assert (await Lineage(settings, store, model, state(model, scanned=0), []).group("a")).status == "unknown"
 
 
 def test_versions_rest_on_a_step_until_a_rebase_goes_back_to_before_it():

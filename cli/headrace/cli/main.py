@@ -10,11 +10,15 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.cli import config, dlq, models, topics
+from headrace.cli import config, dlq, models, replay, topics
+from headrace.cli.compare import compare
 from headrace.cli.demo import demo
 from headrace.cli.docs import docs
 from headrace.cli.doctor import doctor
+from headrace.cli.inspect_step import inspect
+from headrace.cli.lineage import lineage
 from headrace.cli.produce import produce
+from headrace.cli.steps import steps
 from headrace.cli.up import up
 from headrace.cli.worker import worker
 from headrace.core.errors import HeadraceError
@@ -31,6 +35,11 @@ app.command()(doctor)
 app.add_typer(topics.app, name="topics")
 app.add_typer(models.app, name="models")
 app.add_typer(dlq.app, name="dlq")
+app.command()(steps)
+app.command()(inspect)
+app.command()(lineage)
+app.command()(compare)
+app.add_typer(replay.app, name="replay")
 app.add_typer(config.app, name="config")
 app.command()(produce)
 app.command()(worker)

@@ -71,18 +71,22 @@ class Lineage:
     Args:
         settings: Of this process.
         store: Where reports are.
-        state: Of the model, as its owner wrote it last.
-        records: Its ledger, all steps of the state's incarnation.
+        model_id: Which.
+        state: As its owner wrote it last; None for an incarnation that has ended, or that no owner has taken up: nothing waits there.
+        records: Its ledger, all steps of the incarnation.
     """
 
-    def __init__(self, settings: Settings, store: ObjectStore, state: ModelState, records: Sequence[StepRecord]) -> None:
+    def __init__(
+        self, settings: Settings, store: ObjectStore, model_id: str, state: ModelState | None, records: Sequence[StepRecord]
+    ) -> None:
         self._options = client_options(settings.kafka, "headrace-lineage")
         self._topics = settings.topic_names
         self._groups = settings.groups_topic
         self._store = store
         self._state = state
         self._records = records
-        self._home = state.shadow_of or state.model_id
+        self._model_id = model_id
+        self._home = (state.shadow_of if state is not None else None) or model_id
         """Whose lane it is, and whose groups."""
 
     async def version(self, record: StepRecord) -> VersionLineage:
@@ -177,7 +181,7 @@ class Lineage:
         return None, []
 
     async def _waiting(self, group_id: str) -> Pending | None:
-        offsets = {pending.offset: pending for pending in self._state.pending}
+        offsets = {pending.offset: pending for pending in self._state.pending} if self._state is not None else {}
         try:
             groups = await self._logged(offsets)
         except OffsetLostError:  # the model will stop for it; those that are there can't be told from those that are not
@@ -186,6 +190,8 @@ class Lineage:
 
     async def _unread(self, group_id: str) -> Pending | None:
         """In the log beyond what the owner has read."""
+        if self._state is None:
+            return None
         batches = stream_to_end(self._options, self._groups, [await self._lane()])
         with suppress(UnicodeDecodeError):  # a header's name that is no UTF-8: the client can't read on from there
             async with aclosing(batches):
@@ -207,7 +213,7 @@ class Lineage:
         async with aclosing(batches):
             async for batch in batches:
                 for record in batch:
-                    if record.key != self._state.model_id.encode() or written not in (record.value or b""):
+                    if record.key != self._model_id.encode() or written not in (record.value or b""):
                         continue
                     headers = header_text(record.headers)
                     if headers.get("ce_type") not in _REFUSALS:

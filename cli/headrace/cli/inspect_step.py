@@ -1,0 +1,175 @@
+"""`headrace inspect MODEL STEP`: everything that is known of one step."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.model_names import Model, Project, model_id
+from headrace.cli.steps import Incarnation
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headrace.schemas.events import GroupRejected, TrajectoryRejected
+    from headrace.schemas.report import StepReport
+    from headrace.schemas.state import StepRecord
+
+
+def inspect(  # noqa: PLR0917 - typer passes them by name
+    model: Model,
+    step: Annotated[int, typer.Argument(min=1, help="Which step.")],
+    project: Project = "default",
+    incarnation: Incarnation = None,
+    rows: Annotated[bool, typer.Option("--rows", help="Also what is kept of the packed rows.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The ledger's record and the report, one JSON object.")] = False,
+) -> None:
+    """Show one step: its ledger record, its report, and what is kept of its packed rows."""
+    import orjson  # noqa: PLC0415  (`headrace --help` does not wait for it)
+    from rich.console import Console  # noqa: PLC0415
+
+    from headrace.cli.histories import read_history  # noqa: PLC0415
+    from headrace.cli.rows_text import print_rows  # noqa: PLC0415
+    from headrace.core.errors import HeadraceError  # noqa: PLC0415
+    from headrace.core.reports import NoReportError, read_report, read_rows  # noqa: PLC0415
+    from headrace.core.settings import Settings  # noqa: PLC0415
+    from headrace.core.step_range import StepRange  # noqa: PLC0415
+    from headrace.core.store import DigestMismatchError, open_store  # noqa: PLC0415
+
+    process = Settings()
+    history = asyncio.run(
+        read_history(process, model_id(process, project, model), incarnation=incarnation, steps=StepRange(first=step, last=step))
+    )
+    if not history.records:
+        raise HeadraceError(f"{history.view.name} has no step {step}: `headrace steps {model}` lists those there are")
+    (record,) = history.records
+    store = open_store(process.store.url, process.s3)
+    report: StepReport | None = None
+    problem: str | None = None
+    try:
+        report = read_report(store, record.report)
+    except (NoReportError, DigestMismatchError) as error:
+        problem = str(error)
+    if as_json:
+        shown = {
+            "record": record.model_dump(mode="json"),
+            "report": None if report is None else report.model_dump(mode="json"),
+            "report_problem": problem,
+        }
+        typer.echo(orjson.dumps(shown))
+        return
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console.print(f"step {step} of {history.view.name} ({record.model_id}), incarnation {record.incarnation}")
+    _print_record(console, record)
+    if report is None:
+        _section(console, "report", {"none": problem})
+    else:
+        _print_report(console, record, report)
+    if rows:
+        print_rows(console, read_rows(store, record.report))
+
+
+def _print_record(console: "Console", record: "StepRecord") -> None:
+    from headrace.cli.figures import counts, moment, number  # noqa: PLC0415
+    from headrace.core.step_range import ranges_text  # noqa: PLC0415
+
+    offsets = ranges_text(offset for found in record.offsets for offset in range(found.first, found.last + 1))
+    _fields(
+        console,
+        {
+            "version": f"{record.policy_version_before} → {record.policy_version_after}",
+            "cut": record.cut,
+            "job": record.job_id,
+            "groups": f"{record.groups}, at offsets {offsets} of lane {record.lane}" if record.groups else "0",
+            "refused": counts(record.refusals),
+            "trajectories refused": counts(record.trajectory_refusals),
+            "updates": record.updates,
+            "loss": number(record.loss),
+            "grad norm": number(record.grad_norm),
+            "seed": record.seed,
+            "attempt": record.attempt,
+            "committed at": moment(record.committed_at),
+        },
+    )
+    if record.rebased is not None:
+        _section(console, "rebased", record.rebased.model_dump())
+    said = record.config.model_dump(exclude_none=True)
+    _section(console, "config (what is not named is at its default)", said or {"all": "at its default"})
+    if record.sft is not None:
+        _section(console, "supervised", record.sft.model_dump(mode="json"))
+    _section(console, "metrics", {name: number(value) for name, value in record.metrics.items()})
+    before, after = record.scalars_before.model_dump(mode="json"), record.scalars.model_dump(mode="json")
+    _section(console, "scalars", {name: f"{_plain(before[name])} → {_plain(after[name])}" for name in after if before[name] != after[name]})
+    _section(console, "digests", {"config": record.config_digest, "plan": record.plan_digest})
+    for name in ("weights", "snapshot", "report", "plots"):
+        if (ref := getattr(record, name)) is not None:
+            _fields(console, {name: f"{ref.digest}  {ref.uri}"})
+    _section(console, "fingerprint", record.fingerprint.model_dump(mode="json"))
+
+
+def _print_report(console: "Console", record: "StepRecord", report: "StepReport") -> None:
+    from rich.table import Table  # noqa: PLC0415
+
+    from headrace.cli.figures import number, numbers  # noqa: PLC0415
+    from headrace.schemas.report import ROWS_FILE  # noqa: PLC0415
+
+    console.print(f"\ngroups ({len(report.groups)})", style="bold")
+    table = Table(
+        "group", "offset", "producer", "trajectories", "tokens", "trained", "versions", "rewards", "advantages", box=None, pad_edge=False
+    )
+    for group in report.groups:
+        members = group.trajectories
+        table.add_row(
+            group.group_id,
+            str(group.offset),
+            group.producer or "-",
+            str(len(members)),
+            str(sum(member.tokens for member in members)),
+            str(sum(member.trainable_tokens for member in members)),
+            _versions(member.initial_policy_version for member in members),
+            numbers([member.reward for member in members]),
+            numbers([member.advantage for member in members]),
+        )
+    console.print(table)
+    if report.refused or report.refused_trajectories or report.refused_unlisted:
+        listed: tuple[GroupRejected | TrajectoryRejected, ...] = (*report.refused, *report.refused_trajectories)
+        total = len(listed) + report.refused_unlisted
+        console.print(f"\nrefused since the step before ({total})", style="bold")
+        refusals = Table("group", "trajectory", "offset", "job", "reason", "detail", box=None, pad_edge=False)
+        for refusal in listed:
+            where = "-" if refusal.trajectory is None else str(refusal.trajectory)
+            refusals.add_row(refusal.group_id, where, str(refusal.offset), refusal.job_id or "-", refusal.reason.value, refusal.detail)
+        console.print(refusals)
+        if report.refused_unlisted:
+            console.print(f"and {report.refused_unlisted} more, which stand in training-events")
+    _section(console, "seconds", {name: number(value) for name, value in report.timings.items()})
+    kept = "none kept (worker.report_rows)"
+    if report.rows != "none" and record.report is not None:
+        kept = f"{report.rows}, in {record.report.uri}/{ROWS_FILE}"
+    _section(console, "packed rows", {"kept": kept})
+
+
+def _versions(versions: Iterable[int | None]) -> str:
+    """The policy versions that sampled a group."""
+    found = sorted({-1 if version is None else version for version in versions})
+    return ", ".join("unknown" if version < 0 else str(version) for version in found)
+
+
+def _section(console: "Console", title: str, values: Mapping[str, Any]) -> None:
+    if values:
+        console.print(f"\n{title}", style="bold")
+        _fields(console, values)
+
+
+def _fields(console: "Console", values: Mapping[str, Any]) -> None:
+    width = max([len(name) for name in values] + [len("trajectories refused")])
+    for name, value in values.items():
+        console.print(f"  {name:<{width}}  {_plain(value)}")
+
+
+def _plain(value: Any) -> str:  # noqa: ANN401 - any value of a record
+    """`-` for nothing; nested values on one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
+    return "-" if value in {None, ""} else str(value)

@@ -1,0 +1,100 @@
+"""`headrace steps MODEL`: the ledger of a model as a table."""
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.cli.model_names import Model, Project, model_id
+
+if TYPE_CHECKING:
+    from headrace.schemas.state import StepRecord
+
+Steps = Annotated[str | None, typer.Option(help="Only these: A..B, A.., ..B or A.")]
+Incarnation = Annotated[str | None, typer.Option(help="Of a model that was deleted and created again: which; the current one.")]
+
+
+def steps(  # noqa: PLR0917 - typer passes them by name
+    model: Model,
+    project: Project = "default",
+    steps: Steps = None,
+    last: Annotated[int | None, typer.Option(min=1, help="Only the last so many.")] = None,
+    incarnation: Incarnation = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The ledger's records, one JSON array.")] = False,
+) -> None:
+    """List the committed steps of a model."""
+    import orjson  # noqa: PLC0415  (`headrace --help` does not wait for it)
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    from headrace.cli.histories import read_history  # noqa: PLC0415
+    from headrace.core.settings import Settings  # noqa: PLC0415
+    from headrace.core.step_range import StepRange  # noqa: PLC0415
+
+    chosen = None if steps is None else StepRange.parse(steps)
+    process = Settings()
+    history = asyncio.run(read_history(process, model_id(process, project, model), incarnation=incarnation, steps=chosen, last=last))
+    if as_json:
+        typer.echo(orjson.dumps([record.model_dump(mode="json") for record in history.records]))
+        return
+    if history.records:
+        table = Table(box=None, header_style="bold")
+        for heading, justify in _COLUMNS:
+            table.add_column(heading, justify="right" if justify == "right" else "left")
+        for record in history.records:
+            table.add_row(*_row(record))
+        Console(soft_wrap=True, markup=False).print(table)
+    else:
+        typer.echo(f"{history.view.name} has committed no step{'' if chosen is None else f' in {chosen}'}", err=True)
+    if history.others and incarnation is None:
+        there = ", ".join(f"{each} ({count} steps)" for each, count in history.others.items())
+        typer.echo(f"Other incarnations (--incarnation ID): {there}", err=True)
+
+
+_COLUMNS = (
+    ("step", "right"),
+    ("version", "right"),
+    ("groups", "right"),
+    ("tokens", "right"),
+    ("cut", "left"),
+    ("job", "left"),
+    ("loss", "right"),
+    ("grad norm", "right"),
+    ("reward mean", "right"),
+    ("lag", "right"),
+    ("seconds", "right"),
+    ("refused", "left"),
+    ("committed at", "left"),
+    ("snapshot", "left"),
+)
+
+
+def _row(record: "StepRecord") -> list[str]:
+    from headrace.cli.figures import counts, moment, number  # noqa: PLC0415
+
+    metrics = record.metrics
+    refused = counts(record.refusals)
+    if alone := counts(record.trajectory_refusals):
+        refused = f"{refused}{'; ' if refused else ''}trajectories: {alone}"
+    return [
+        str(record.step),
+        str(record.policy_version_after),
+        str(record.groups),
+        number(metrics.get("tokens")),
+        record.cut,
+        record.job_id or "-",
+        number(record.loss),
+        number(record.grad_norm),
+        number(metrics.get("reward_mean")),
+        number(metrics.get("lag_mean")),
+        number(seconds_of(record)),
+        refused or "-",
+        moment(record.committed_at),
+        "yes" if record.snapshot is not None else "no",
+    ]
+
+
+def seconds_of(record: "StepRecord") -> float | None:
+    """Of the ranks, all phases together."""
+    phases = [value for name, value in record.metrics.items() if name.startswith("seconds_")]
+    return sum(phases) if phases else None

@@ -1,0 +1,149 @@
+"""A ledger as a worker would have left it: two models, reports, a group that waits, one that was refused, an incarnation that has ended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.core.ledgers import record, store_report, write
+
+from headrace.core.lanes import lane_of
+from headrace.core.models import model_id_of
+from headrace.core.settings import Settings
+from headrace.core.store.files import FileStore
+from headrace.core.topic_admin import apply
+from headrace.schemas.events import GroupRejected, TrajectoryRejected
+from headrace.schemas.reasons import RejectionReason
+from headrace.schemas.report import ReportedGroup, ReportedTrajectory, StepReport
+from headrace.schemas.state import ModelState, Pending, StepRecord
+from headrace.schemas.training import ModelSettings, TrainConfig
+from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
+
+SOLVER, SECOND = (model_id_of("default", "default", name) for name in ("solver", "second"))
+METRICS = {"tokens": 96.0, "reward_mean": 0.5, "lag_mean": 0.25, "ratio_mean": 1.5, "seconds_pack": 0.25, "seconds_update": 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    environment: dict[str, str]
+    """For `headrace(…)`."""
+    offsets: dict[str, int]
+    """Of groups, by id, in `trajectory-groups`."""
+    store: FileStore
+    steps: tuple[StepRecord, ...]
+    """Of solver, as they were written."""
+
+
+async def write_recorded(settings: Settings, scratch: Path) -> Recorded:
+    """Write it all."""
+    await apply(settings)
+    store = FileStore(scratch / "store")
+    ids = ["g1", "g2", "g3", "waits", "refused"]
+    offsets = dict(zip(ids, await write(settings, [_group(name) for name in ids], key=SOLVER, source="agent-1"), strict=True))
+    offsets["late"] = (await write(settings, [_group("late")], key=SOLVER, source="agent-1"))[0]
+    lane = lane_of(SOLVER, settings.topics.partitions)
+    stale = GroupRejected(
+        model_id=SOLVER,
+        group_id="refused",
+        reason=RejectionReason.STALE,
+        detail="9 versions old",
+        partition=lane,
+        offset=offsets["refused"],
+    )
+    long = TrajectoryRejected(
+        model_id=SOLVER,
+        group_id="g3",
+        reason=RejectionReason.TOO_LONG,
+        detail="9,000 tokens",
+        trajectory=2,
+        partition=lane,
+        offset=offsets["g3"],
+    )
+
+    def step(number: int, group_id: str, *, report: bool = True, **more: object) -> StepRecord:
+        ref = None
+        if report:
+            listed = {"refused": (stale,), "refused_trajectories": (long,), "refused_unlisted": 3} if number == 3 else {}
+            kept = StepReport(
+                model_id=SOLVER,
+                incarnation="new",
+                step=number,
+                attempt=f"attempt-{number}",
+                lane=lane,
+                groups=(_reported(group_id, offsets[group_id]),),
+                timings={"step": 0.75, "store": 0.0625},
+            ).model_copy(update=listed)
+            ref = store_report(store, kept, scratch)
+        return record(
+            number, model_id=SOLVER, incarnation="new", lane=lane, offsets=[offsets[group_id]], report=ref, metrics=METRICS, **more
+        )
+
+    steps = (
+        step(1, "g1", report=False, snapshot=True),
+        step(2, "g2", loss=0.25),
+        step(
+            3,
+            "g3",
+            cut="job",
+            job_id="job-7",
+            config=TrainConfig(learning_rate=1e-4, ppo=True),
+            refusals={RejectionReason.STALE: 1},
+            trajectory_refusals={RejectionReason.TOO_LONG: 1},
+            loss=-0.125,
+        ),
+    )
+    ended = [record(number, model_id=SOLVER, incarnation="old") for number in (1, 2)]
+    pending = (Pending(offset=offsets["waits"]),)
+    solver = _state(SOLVER, "solver", version=3, scanned=offsets["late"], pending=pending)
+    # The refusal stands in a report; this one does not.
+    only_event = stale.model_copy(update={"group_id": "refused-late", "offset": 900})
+    await write(settings, [*ended, *steps, solver, only_event], key=SOLVER)
+    second = [
+        record(1, model_id=SECOND, incarnation="s", metrics=METRICS, weights="other 1"),
+        record(2, model_id=SECOND, incarnation="s", metrics={**METRICS, "reward_mean": 0.75}, loss=0.5, weights="other 2"),
+    ]
+    learning_rate = {"train": {"learning_rate": 3e-5}, "lora": {"r": 4}}
+    await write(settings, [*second, _state(SECOND, "second", version=2, settings=learning_rate)], key=SECOND)
+    environment = {
+        "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": str(settings.kafka.bootstrap_servers),
+        "HEADRACE_TOPICS__PREFIX": settings.topics.prefix,
+        "HEADRACE_TOPICS__PARTITIONS": str(settings.topics.partitions),
+        "HEADRACE_STORE__URL": f"file://{scratch}/store",
+    }
+    return Recorded(environment, offsets, store, steps)
+
+
+def _group(group_id: str) -> TrajectoryGroup:
+    return TrajectoryGroup(trajectories=[Trajectory(messages_and_choices=[], reward=1.0)], group_id=group_id)
+
+
+def _reported(group_id: str, offset: int) -> ReportedGroup:
+    trajectories = tuple(
+        ReportedTrajectory(
+            index=i, reward=float(i), advantage=i - 0.5, tokens=40 + i, trainable_tokens=8, initial_policy_version=0, final_policy_version=0
+        )
+        for i in range(2)
+    )
+    return ReportedGroup(group_id=group_id, offset=offset, producer="agent-1", trajectories=trajectories)
+
+
+def _state(
+    model_id: str,
+    name: str,
+    *,
+    version: int,
+    scanned: int = 0,
+    pending: Sequence[Pending] = (),
+    settings: dict[str, object] | None = None,
+) -> ModelState:
+    return ModelState(
+        model_id=model_id,
+        incarnation="new" if name == "solver" else "s",
+        account="default",
+        project="default",
+        name=name,
+        worker_group="default",
+        settings=ModelSettings.model_validate({"base_model": "tiny", **(settings or {})}),
+        policy_version=version,
+        scanned=scanned,
+        pending=tuple(pending),
+    )
