@@ -44,10 +44,11 @@ def groups(  # noqa: PLR0917 - typer passes them by name
     settings = Settings()
 
     async def run() -> "Copied":
-        wanted = (await get_model(settings, model_id(settings, project, model))).model_id
-        offsets = None if chosen is None else await trained_offsets(settings, wanted, chosen)
+        view = await get_model(settings, model_id(settings, project, model))
+        shadowed = None if view.state is None else view.state.shadow_of
+        offsets = None if chosen is None else await trained_offsets(settings, view.model_id, chosen, shadowed)
         selection = Selection(since=first, until=last, offsets=offsets, group_ids=frozenset(group or ()), where=condition)
-        return await copy_groups(settings, wanted, selection, to, bootstrap=to_bootstrap, say=_say)
+        return await copy_groups(settings, shadowed or view.model_id, selection, to, bootstrap=to_bootstrap, say=_say)
 
     try:
         copied = asyncio.run(run())

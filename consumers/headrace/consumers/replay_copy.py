@@ -61,13 +61,13 @@ async def copy_groups(
     return Copied(groups=groups, of=reader.groups, claims=claims, unusable=unusable)
 
 
-async def trained_offsets(settings: Settings, model_id: str, steps: StepRange) -> frozenset[int]:
-    """Offsets of the groups that steps trained on.
+async def trained_offsets(settings: Settings, model_id: str, steps: StepRange, shadow_of: str | None) -> frozenset[int]:
+    """Offsets of the groups that steps trained on, of the latest incarnation.
 
     Raises:
         HeadraceError: the ledger has none of these steps.
     """
-    records = await read_ledger(settings, model_id, steps=steps)
+    records = await read_ledger(settings, model_id, steps=steps, shadow_of=shadow_of)
     if not records:
         raise HeadraceError(f"the ledger has no step {steps} of model {model_id}: `headrace steps` lists those there are")
     return frozenset(offset for record in records for span in record.offsets for offset in range(span.first, span.last + 1))

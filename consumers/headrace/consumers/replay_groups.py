@@ -71,7 +71,7 @@ class GroupReader:
 
     Args:
         settings: Of this process.
-        model_id: Whose groups.
+        model_id: Whose groups; of a shadow, the model that it shadows.
         selection: Which of them.
         decode: Whether `RawGroup.sampled` is wanted also where the selection does not need it.
     """
@@ -93,15 +93,15 @@ class GroupReader:
             KafkaUnavailableError: no broker, or no topics.
         """
         options = client_options(self._settings.kafka, "headrace-replay")
-        topics = self._settings.topic_names
-        where = TopicPartition(topics.trajectory_groups, lane_of(self._model_id, await lane_count(options, topics)))
+        lanes = await lane_count(options, self._settings.topic_names)
+        where = TopicPartition(self._settings.groups_topic, lane_of(self._model_id, lanes))
         end = (await end_offsets(options, where.topic, [where.partition]))[where.partition]
         with plain_errors(options):
             async with single_reader(options, where) as consumer:
                 first, stop = await span_of(consumer, where, end, self._selection.since, self._selection.until)
                 wanted = self._wanted(first, stop)
                 if wanted is not None:
-                    first, stop = max(first, min(wanted, default=stop)), max(wanted, default=first - 1) + 1
+                    first, stop = max(first, min(wanted, default=stop)), min(stop, max(wanted, default=first - 1) + 1)
                 async for record in _records(consumer, where, first, stop):
                     if isinstance(record, Unusable):
                         (wanted or set()).discard(record.offset)
@@ -116,10 +116,11 @@ class GroupReader:
 
     def _wanted(self, first: int, stop: int) -> set[int] | None:
         """The chosen offsets; where a time was given as well, those that came then."""
-        chosen = self._selection.offsets
-        if chosen is None:
+        chosen = self._selection
+        if chosen.offsets is None:
             return None
-        return {offset for offset in chosen if offset < stop and (offset >= first or self._selection.since is None)}
+        earliest, latest = 0 if chosen.since is None else first, None if chosen.until is None else stop
+        return {offset for offset in chosen.offsets if earliest <= offset and (latest is None or offset < latest)}
 
     def _judge(self, record: ConsumerRecord) -> RawGroup | Unusable | None:
         """What a record is, if it fits. Blocks."""
