@@ -1,0 +1,143 @@
+"""What is known of jobs: their documents, with the commands folded over them that no owner has read yet. Pure; `jobs` reads the log.
+
+What users of the hosted APIs would see (exactly-once rule 16):
+
+- A cancel shows at once, as JOB_STATE_CANCELLING. The job may still end as COMPLETED, where its step is committed before the owner reads
+  the command, so CANCELLED would be a promise that nobody can keep.
+- A pause does not change the state: a step may run until the owner reads it, and those APIs have no state for it. `requested` says it.
+- A resumed job is JOB_STATE_PENDING: it is in the queue again, whether or not a worker is there to take it.
+
+Commands count in the order of the log; a cancel is final. Those below the lane's, or the document's, `commands_through` are folded in.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+from aiokafka import ConsumerRecord
+
+from headrace.core.errors import HeadraceError
+from headrace.core.model_views import open_state
+from headrace.core.reading import latest_by_key
+from headrace.schemas.commands import COMMANDS, CancelJob, Command, PauseJob, ResumeJob
+from headrace.schemas.envelope import header_text, open_record
+from headrace.schemas.errors import CodecError
+from headrace.schemas.jobs import TRANSITIONS, JobDocument, JobState
+from headrace.schemas.state import LaneState, ModelState
+
+Cancelling = Literal["JOB_STATE_CANCELLING"]
+CANCELLING: Cancelling = "JOB_STATE_CANCELLING"
+"""Shown, never stored: somebody asked for it and no owner has answered."""
+ShownState = JobState | Cancelling
+JobCommand = CancelJob | PauseJob | ResumeJob
+Request = Literal["cancel", "pause", "resume"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """A job as it stands, with what was asked of it."""
+
+    job_id: str
+    model_id: str
+    state: ShownState
+    document: JobDocument | None
+    """As it was written last; None: no owner has read the job's record, but somebody wants it cancelled."""
+    requested: Request | None = None
+    """What no owner has read yet."""
+    command: tuple[int, int] | None = None
+    """(lane, offset) of the last command that no owner has read yet."""
+    worker_group: str | None = None
+    """Whose workers train the model."""
+
+    @property
+    def final(self) -> bool:
+        """Whether the job has ended."""
+        return self.state != CANCELLING and not TRANSITIONS[JobState(self.state)]
+
+
+def fold_jobs(
+    states: Iterable[ConsumerRecord], commands: Iterable[ConsumerRecord], documents: Iterable[ConsumerRecord]
+) -> dict[str, JobView]:
+    """Views by job id.
+
+    Args:
+        states: Of `models`, each partition in offset order.
+        commands: Of `commands`, likewise.
+        documents: Of `jobs`, likewise, read after the others: an answer may then be seen before its question is known to be read, which
+            does no harm; the other way round an answered cancel would show as no cancel.
+
+    Raises:
+        HeadraceError: a record of `models` or of `jobs` can't be read.
+    """
+    models: dict[str, ModelState] = {}
+    through: dict[int, int] = {}
+    for record in latest_by_key(states).values():
+        state = open_state(record)
+        if isinstance(state, LaneState):
+            through[state.lane] = state.commands_through
+        else:
+            models[state.model_id] = state
+    views = {
+        job_id: JobView(job_id=job_id, model_id=model.model_id, state=CANCELLING, document=None, worker_group=model.worker_group)
+        for model in models.values()
+        for job_id in model.cancelled_early
+    }
+    for record in latest_by_key(documents).values():
+        document = open_document(record)
+        views[document.job_id] = JobView(
+            job_id=document.job_id,
+            model_id=document.model_id,
+            state=document.state,
+            document=document,
+            worker_group=models[document.model_id].worker_group if document.model_id in models else None,
+        )
+    for record in commands:
+        command = _job_command(record)
+        if command is None or record.offset < through.get(record.partition, 0):
+            continue
+        known = views.get(command.job_id)
+        if known is None:
+            if isinstance(command, CancelJob) and command.model_id in models:
+                group = models[command.model_id].worker_group
+                known = JobView(job_id=command.job_id, model_id=command.model_id, state=CANCELLING, document=None, worker_group=group)
+            else:
+                continue
+        if known.model_id == command.model_id and record.offset >= (known.document.commands_through if known.document else 0):
+            views[command.job_id] = asked(known, command, (record.partition, record.offset))
+    return views
+
+
+def asked(view: JobView, command: JobCommand, place: tuple[int, int]) -> JobView:
+    """A view after one more command that no owner has read."""
+    if view.final:
+        return view
+    match command:
+        case CancelJob():
+            return replace(view, state=CANCELLING, requested="cancel", command=place)
+        case PauseJob() if view.state in {JobState.PENDING, JobState.RUNNING}:
+            return replace(view, requested="pause", command=place)
+        case ResumeJob() if view.state is JobState.PAUSED:
+            return replace(view, state=JobState.PENDING, requested="resume", command=place)
+        case ResumeJob() if view.requested == "pause":
+            return replace(view, requested="resume", command=place)
+    return view
+
+
+def open_document(record: ConsumerRecord) -> JobDocument:
+    """A record of `jobs`.
+
+    Raises:
+        HeadraceError: says where it is and what is wrong.
+    """
+    try:
+        return cast("JobDocument", open_record(record.value, header_text(record.headers), (JobDocument,)))
+    except CodecError as error:
+        raise HeadraceError(f"{record.topic} partition {record.partition} offset {record.offset} can't be read: {error}") from error
+
+
+def _job_command(record: ConsumerRecord) -> JobCommand | None:
+    try:
+        command = cast("Command", open_record(record.value, header_text(record.headers), COMMANDS))
+    except CodecError:
+        return None  # its owner will dead-letter it
+    return command if isinstance(command, JobCommand) else None
