@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.model_names import Project, model_id
+from headrace.cli.terminal import plain
 from headrace.schemas.reasons import DeadLetterReason
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def list_(  # noqa: PLR0917 - typer passes them by name
         fault = f"{letter.path}: {letter.detail}" if letter.path else letter.detail
         source = f"{letter.topic} {letter.partition}:{letter.offset}"
         cells = [str(letter.place), f"{letter.written_at:%Y-%m-%d %H:%M:%S}", letter.reason, source, _text(letter.key), size, fault]
-        table.add_row(*map(_plain, cells), *([_fate(letter)] if resolved else []))
+        table.add_row(*map(plain, cells), *([_fate(letter)] if resolved else []))
     Console(soft_wrap=True, markup=False).print(table)
 
 
@@ -236,7 +237,7 @@ def _fate(letter: "DeadLetter") -> str:
     if done is None:
         return "waits"
     where = f" to {done.topic} {done.new_partition}:{done.new_offset}" if done.action == "retried" else ""
-    return _plain(f"{done.action}{where} by {done.by}, {done.resolved_at:%Y-%m-%d %H:%M:%S}")
+    return plain(f"{done.action}{where} by {done.by}, {done.resolved_at:%Y-%m-%d %H:%M:%S}")
 
 
 def _print(letter: "DeadLetter", original: "Original") -> None:
@@ -254,18 +255,13 @@ def _print(letter: "DeadLetter", original: "Original") -> None:
         ("value", "null" if original.value is None else f"{len(original.value)} bytes"),
     ]
     for name, value in lines:
-        typer.echo(f"{_plain(name)}: {_plain(value)}")
+        typer.echo(f"{plain(name)}: {plain(value)}")
     if original.value:
         text = _text(original.value)
-        typer.echo("\n".join(_plain(line) for line in text[:_SHOWN].splitlines()))
+        typer.echo("\n".join(plain(line) for line in text[:_SHOWN].splitlines()))
         if len(text) > _SHOWN:
             typer.echo(f"… and {len(text) - _SHOWN} more characters: --raw gives all of it")
 
 
 def _text(data: bytes | None) -> str:
     return "null" if data is None else data.decode(errors="backslashreplace")
-
-
-def _plain(text: str) -> str:
-    """Without what a terminal would obey."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

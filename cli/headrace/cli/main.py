@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.cli import config, dlq, models, replay, topics
+from headrace.cli import config, dlq, jobs, models, replay, topics
 from headrace.cli.compare import compare
 from headrace.cli.demo import demo
 from headrace.cli.docs import docs
@@ -34,6 +34,7 @@ app.add_typer(docs, name="docs")
 app.command()(doctor)
 app.add_typer(topics.app, name="topics")
 app.add_typer(models.app, name="models")
+app.add_typer(jobs.app, name="jobs")
 app.add_typer(dlq.app, name="dlq")
 app.command()(steps)
 app.command()(inspect)
