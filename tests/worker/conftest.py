@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import orjson
 import pytest
 from tests.consumers.conftest import tiny_model as tiny_model  # noqa: PLC0414 - a fixture, shared
 from tests.worker.following import Following
@@ -76,18 +77,24 @@ async def learner(settings: Settings, name: str = "learner", *, max_policy_lag: 
     )
 
 
+def environment_of(settings: Settings) -> dict[str, str]:
+    """The settings as the environment of a process."""
+    catalogue = {name: entry.model_dump(mode="json") for name, entry in settings.base_models.items()}
+    return {
+        "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": str(settings.kafka.bootstrap_servers),
+        "HEADRACE_TOPICS": settings.topics.model_dump_json(),
+        "HEADRACE_STORE": settings.store.model_dump_json(),
+        "HEADRACE_WORKER": settings.worker.model_dump_json(),
+        "HEADRACE_BASE_MODELS": orjson.dumps(catalogue).decode(),
+    }
+
+
 class WorkerProcess:
     """`headrace worker` as a process, configured through its environment as a user would."""
 
     def __init__(self, settings: Settings, log: Path, launcher: Sequence[str] = (sys.executable, "-m", "headrace.cli")) -> None:
         self._log = log.open("ab")
-        environment = os.environ | {
-            "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": str(settings.kafka.bootstrap_servers),
-            "HEADRACE_TOPICS": settings.topics.model_dump_json(),
-            "HEADRACE_STORE": settings.store.model_dump_json(),
-            "HEADRACE_WORKER": settings.worker.model_dump_json(),
-            "HEADRACE_BASE_MODELS": "{" + ",".join(f'"{k}":{v.model_dump_json()}' for k, v in settings.base_models.items()) + "}",
-        }
+        environment = os.environ | environment_of(settings)
         self.process = subprocess.Popen([*launcher, "worker"], env=environment, stdout=self._log, stderr=self._log, start_new_session=True)
 
     def kill(self) -> None:
