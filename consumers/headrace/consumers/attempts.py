@@ -39,7 +39,3 @@ class Attempts:
     async def new(self) -> str:
         """A fresh attempt. Raises as `origin`."""
         return f"{await self.origin()}{str(uuid.uuid4())[8:]}"
-
-    async def own(self, attempt: str) -> bool:
-        """Whether a worker of this group made it. Raises as `origin`."""
-        return attempt.startswith(f"{await self.origin()}-")
