@@ -176,3 +176,18 @@ def test_an_optimizer_whose_eps_is_zero_in_float32_is_refused():
 def test_lora_without_a_target_is_refused(targets: list[str]):
     with pytest.raises(ValidationError, match="target_modules"):
         LoraSettings.model_validate({"target_modules": targets})
+
+
+@pytest.mark.parametrize(
+    ("said", "fields_set"), [({}, False), ({"epsilon_high": None}, True), ({"epsilon_high": 0.3}, True), ({"ppo": True}, False)]
+)
+def test_a_null_that_was_said_is_told_from_one_that_was_not_also_behind_the_log(said: dict[str, Any], *, fields_set: bool):
+    """`epsilon_high`: null means "as epsilon", absent means the loss's own default; models and steps come back from records."""
+    config = TrainConfig.model_validate(said)
+    settings = ModelSettings(base_model="tiny", train=config)
+    for read in (
+        TrainConfig.model_validate_json(config.model_dump_json()),
+        ModelSettings.model_validate(settings.model_dump(mode="json")).train,
+    ):
+        assert ("epsilon_high" in read.model_fields_set) is fields_set
+        assert read == config

@@ -5,10 +5,10 @@ contradict each other with both names, so that nothing of it reaches a step. Giv
 adapter exists is known when the step is prepared), and what merely has no effect (`headrace.trainer.options` warns of that).
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from headrace.schemas.base import Open, Record
 
@@ -112,6 +112,14 @@ class TrainConfig(Open):
                 f"{value!r} names no object: an absolute URI without '..' is needed, as file:///store/adapter or s3://bucket/adapter"
             )
         return value
+
+    @model_serializer(mode="wrap")
+    def _what_was_said(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """An explicit null of `epsilon_high` has a meaning of its own: a reader must not take one for it that nobody said."""
+        written: dict[str, Any] = write(self)
+        if "epsilon_high" not in self.model_fields_set:
+            written.pop("epsilon_high", None)
+        return written
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
