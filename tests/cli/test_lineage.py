@@ -45,7 +45,8 @@ def test_a_trained_group_is_shown_with_the_versions_that_rest_on_it(cli: Headrac
     out = cli("lineage", "solver", "--group", "g3").out
     assert "g3 was trained on in step 3, job job-7, which made version 3" in out
     assert f"offset {recorded.offsets['g3']} of lane {recorded.steps[0].lane}, sent by agent-1" in out
-    assert "versions 3 rest on it" in out
+    assert "version 3 rests on it" in out
+    assert "versions 2..3 rest on it" in cli("lineage", "solver", "--group", "g2").out
     assert "trajectory 2 was refused alone: too_long: 9,000 tokens" in out
 
 

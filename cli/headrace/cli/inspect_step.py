@@ -116,7 +116,7 @@ def _print_report(console: "Console", record: "StepRecord", report: "StepReport"
 
     console.print(f"\ngroups ({len(report.groups)})", style="bold")
     table = Table(
-        "group", "offset", "producer", "trajectories", "tokens", "trained", "versions", "rewards", "advantages", box=None, pad_edge=False
+        "group", "offset", "producer", "trajectories", "tokens", "trained", "sampled by", "rewards", "advantages", box=None, pad_edge=False
     )
     for group in report.groups:
         members = group.trajectories

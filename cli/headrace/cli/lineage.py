@@ -144,15 +144,13 @@ def _print_group(went: "GroupLineage") -> None:
     from rich.table import Table  # noqa: PLC0415
 
     from headrace.cli.figures import number  # noqa: PLC0415
-    from headrace.core.step_range import ranges_text  # noqa: PLC0415
 
     console = Console(soft_wrap=True, markup=False, highlight=False)
     console.print(_sentence(went))
     if went.trained is not None and went.group is not None:
         by = f", sent by {went.group.producer}" if went.group.producer else ""
         console.print(f"  offset {went.group.offset} of lane {went.trained.lane}{by}")
-        influenced = f"versions {ranges_text(went.versions)} rest on it" if went.versions else "no version rests on it"
-        console.print(f"  {influenced}{'' if went.trained.updates else ': the step made no update'}")
+        console.print(f"  {_influence(went.versions)}{'' if went.trained.updates else ': the step made no update'}")
         if went.group.trajectories:
             table = Table("trajectory", "reward", "advantage", "tokens", "trained", "version", box=None, header_style="bold")
             for member in went.group.trajectories:
@@ -166,6 +164,14 @@ def _print_group(went: "GroupLineage") -> None:
         console.print(f"  trajectory {lost.trajectory} was refused alone: {lost.reason.value}: {lost.detail}")
     if went.status == "unknown":
         raise typer.Exit(1)
+
+
+def _influence(versions: tuple[int, ...]) -> str:
+    from headrace.core.step_range import ranges_text  # noqa: PLC0415
+
+    if len(versions) == 1:
+        return f"version {versions[0]} rests on it"
+    return f"versions {ranges_text(versions)} rest on it" if versions else "no version rests on it"
 
 
 def _sentence(went: "GroupLineage") -> str:
