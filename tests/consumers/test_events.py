@@ -15,11 +15,12 @@ from headrace.consumers.event_broker import event_broker
 from headrace.consumers.events import Events, MissingTopicError
 from headrace.core.settings import KafkaSettings, Settings, TopicSettings
 from headrace.schemas.carried import CARRIED, topic_of
+from headrace.schemas.dead_letters import DeadLetterResolved
 from headrace.schemas.envelope import record_models, seal
 from headrace.schemas.events import GroupRejected, JobStateChanged, StepCompleted
 from headrace.schemas.jobs import JobDocument, JobState
 from headrace.schemas.reasons import RejectionReason
-from headrace.schemas.topics import DEAD_LETTERS, TOPICS
+from headrace.schemas.topics import TOPICS
 from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.schemas.weights import WeightsApplied, WeightsPublished
 
@@ -78,6 +79,25 @@ async def test_each_function_gets_the_records_of_its_type_only(settings, produce
         assert await take(rejections, 2) == [sent[1], sent[3]]
     assert steps.empty()
     assert rejections.empty()
+
+
+async def test_a_dead_letter_is_no_record_of_ours_whatever_its_sender_called_it(settings, producer, caplog):
+    events, resolved = Events(settings), asyncio.Queue()
+
+    @events.subscriber(DeadLetterResolved)
+    async def on_resolution(said: DeadLetterResolved) -> None:
+        await resolved.put(said)
+
+    said = DeadLetterResolved(partition=0, offset=1, action="dropped", by="ada", attempt="a")
+    _, headers = seal(said, source="test")
+    why = ("headrace-error-reason", b"unknown_type")
+    async with events:
+        await send(producer, settings, said, headers=[*headers, why])
+        await send(producer, settings, said, value=b"{not json", headers=[why])
+        await send(producer, settings, said)
+        assert await take(resolved, 1) == [said]
+    assert resolved.empty()
+    assert "skipped" not in caplog.text, "letters are everyday there"
 
 
 @pytest.mark.parametrize("from_beginning", [False, True])
@@ -268,7 +288,7 @@ def test_models_that_no_topic_carries_are_refused():
 def test_every_record_model_has_one_topic_and_every_topic_its_models():
     carried = [model for models in CARRIED.values() for model in models]
     assert sorted(carried, key=repr) == sorted(record_models(), key=repr)
-    assert set(CARRIED) == {spec.name for spec in TOPICS} - {DEAD_LETTERS}
+    assert set(CARRIED) == {spec.name for spec in TOPICS}
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
