@@ -92,7 +92,7 @@ async def test_a_dead_letter_is_no_record_of_ours_whatever_its_sender_called_it(
     _, headers = seal(said, source="test")
     why = ("headrace-error-reason", b"unknown_type")
     async with events:
-        await send(producer, settings, said, headers=[*headers, why])
+        await send(producer, settings, said.model_copy(update={"by": "mallory"}), headers=[*headers, why])
         await send(producer, settings, said, value=b"{not json", headers=[why])
         await send(producer, settings, said)
         assert await take(resolved, 1) == [said]
