@@ -24,7 +24,7 @@ MAX_CHARACTERS = 2000
 
 Value = str | int | float | bool | None
 
-_NUMBERS = (
+NUMBERS = (
     "reward",
     "tokens",
     "initial_policy_version",
@@ -35,17 +35,17 @@ _NUMBERS = (
     "trajectories",
     "exceptions",
 )
-_TEXTS = ("group_id", "job_id")
-_FOLDERS = ("metadata", "metrics")
+TEXTS = ("group_id", "job_id")
+FOLDERS = ("metadata", "metrics")
 _CONSTANTS: dict[str, Value] = {"true": True, "false": False, "null": None}
 _KINDS = {
-    **dict.fromkeys(_NUMBERS, "number"),
-    **dict.fromkeys(_TEXTS, "text"),
+    **dict.fromkeys(NUMBERS, "number"),
+    **dict.fromkeys(TEXTS, "text"),
     **dict.fromkeys(("true", "false"), "any"),
     "null": "null",
 }
 _CONSTANT_KINDS: dict[type, str] = {int: "number", float: "number", str: "text", bool: "any", type(None): "null"}
-_NAMES = f"{', '.join((*_NUMBERS, *_TEXTS))}, metadata.NAME and metrics.NAME"
+_NAMES = f"{', '.join((*NUMBERS, *TEXTS))}, metadata.NAME and metrics.NAME"
 
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Lt: operator.lt,
@@ -137,7 +137,7 @@ def _kind(node: ast.expr) -> str:
             return _CONSTANT_KINDS[type(value)]
         case _ if _inside(node) is not None:
             return "any"
-        case ast.Name(id=name) if name in _FOLDERS:
+        case ast.Name(id=name) if name in FOLDERS:
             raise WhereError(f"--where: {name} holds many values: name one, as in {name}.task or {name}['my task']")
         case ast.Name() | ast.Attribute():
             raise WhereError(f"--where: there is no {_shown(node)!r}; there are {_NAMES}. Texts stand in quotes")
@@ -148,9 +148,9 @@ def _kind(node: ast.expr) -> str:
 def _inside(node: ast.expr) -> tuple[str, str] | None:
     """(folder, name) of `metadata.name` or `metadata["name"]`."""
     match node:
-        case ast.Attribute(value=ast.Name(id=folder), attr=name) if folder in _FOLDERS:
+        case ast.Attribute(value=ast.Name(id=folder), attr=name) if folder in FOLDERS:
             return folder, name
-        case ast.Subscript(value=ast.Name(id=folder), slice=ast.Constant(value=str(name))) if folder in _FOLDERS:
+        case ast.Subscript(value=ast.Name(id=folder), slice=ast.Constant(value=str(name))) if folder in FOLDERS:
             return folder, name
     return None
 
