@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save
 from tests.core.ledgers import record, store_report, write
 
 from headrace.core.lanes import lane_of
@@ -71,8 +75,9 @@ async def write_recorded(settings: Settings, scratch: Path) -> Recorded:
                 lane=lane,
                 groups=(_reported(group_id, offsets[group_id]),),
                 timings={"step": 0.75, "store": 0.0625},
+                rows="sample" if number == 2 else "none",
             ).model_copy(update=listed)
-            ref = store_report(store, kept, scratch)
+            ref = store_report(store, kept, scratch, rows=_rows() if number == 2 else None)
         return record(
             number, model_id=SOLVER, incarnation="new", lane=lane, offsets=[offsets[group_id]], report=ref, metrics=METRICS, **more
         )
@@ -110,6 +115,43 @@ async def write_recorded(settings: Settings, scratch: Path) -> Recorded:
         "HEADRACE_STORE__URL": f"file://{scratch}/store",
     }
     return Recorded(environment, offsets, store, steps)
+
+
+def _rows() -> bytes:
+    """Two rows of five, as `headrace.trainer.rows_out` lays them out: of three sequences, with 40 trained tokens in the last one."""
+    lengths, trained = (3, 2, 41), ([1, 2], [1], [*range(1, 41)])
+    trainable = np.concatenate([np.isin(np.arange(n), at) for n, at in zip(lengths, trained, strict=True)])
+    tokens = len(trainable)
+
+    def only_trained(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return np.where(trainable, values, np.nan).astype(np.float32)
+
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "row_numbers": np.array([0, 3], np.int32),
+        "row_updates": np.array([0, 1], np.int32),
+        "row_micro_steps": np.array([0, 1], np.int32),
+        "row_ranks": np.array([0, 1], np.int32),
+        "row_columns": np.array([0, 4, 45]),
+        "row_segments": np.array([0, 2, 3]),
+        "row_sequences": np.array([0, 2, 3]),
+        "sequence_groups": np.array([0, 0, 1], np.int32),
+        "sequence_trajectories": np.array([0, 4, 1], np.int32),
+        "sequence_parts": np.array([0, 1, 0], np.int32),
+        "sequence_tokens": np.array([0, 3, 5, tokens]),
+        "token_ids": np.arange(100, 100 + tokens, dtype=np.int32),
+        "position_ids": np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]),
+        "trainable": trainable,
+        "predictors": np.where(trainable, 0, -1).astype(np.int32),
+        "lags": np.where(trainable, 2, -1).astype(np.int32),
+        "advantages": only_trained(np.full(tokens, 0.5)),
+        "weights": only_trained(np.full(tokens, 0.25)),
+        "ratios": only_trained(np.linspace(1, 2, tokens)),
+        "behaviour_logprobs": np.full(tokens, np.nan, np.float32),
+        "old_logprobs": only_trained(np.full(tokens, -1.5)),
+        "new_logprobs": only_trained(np.full(tokens, -1.25)),
+    }
+    metadata = {"layout": "headrace.rows.v1", "rows": "5", "groups": '["g2", "other"]'}
+    return bytes(save(arrays, metadata))
 
 
 def _group(group_id: str) -> TrajectoryGroup:

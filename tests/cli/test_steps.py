@@ -4,11 +4,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+from rich.console import Console
+from safetensors.numpy import save
 from tests.cli.recorded import SOLVER, Recorded
 
+from headrace.cli import rows_text
+from headrace.cli.rows_text import RowsUnreadableError, print_rows
 from headrace.core.reports import read_report
 from headrace.schemas.state import StepRecord
+from headrace.trainer.rows_out import LAYOUT
 
 Headrace = Callable[..., Any]
 
@@ -115,3 +121,35 @@ def test_inspect_as_json_has_record_and_report(cli: Headrace, recorded: Recorded
     without = cli("inspect", "solver", "1", "--json").json
     assert without["report"] is None
     assert without["report_problem"].startswith("no report was kept")
+
+
+def test_rows_are_listed_by_sequence_and_some_token_by_token(cli: Headrace):
+    out = cli("inspect", "solver", "2", "--rows").out
+    assert "sample, in file://" in out
+    sequences, first, last = (part.splitlines() for part in out.split("\nsequences of 2 of 5 rows\n")[1].split("\n\n"))
+    assert [line.split() for line in sequences[1:]] == [
+        ["0", "0", "0", "0", "g2", "0", "0", "3", "2", "0.5", "1.0333", "2"],
+        ["0", "0", "0", "0", "g2", "4", "1", "2", "1", "0.5", "1.0889", "2"],
+        ["3", "1", "1", "1", "other", "1", "0", "41", "40", "0.5", "1.5667", "2"],
+    ]
+    assert first[0] == "row 0: first 2 of 2 trained tokens of g2, trajectory 0"
+    # Context is left out; what the sampler did not say is no number.
+    assert first[2].split() == ["1", "101", "2", "0.5", "0.25", "1.0222", "-", "-1.5", "-1.25"]
+    assert last[0] == "row 3: first 12 of 40 trained tokens of other, trajectory 1"
+    assert len(last) == 2 + 12
+
+
+def test_where_no_rows_were_kept_inspect_says_what_to_set(cli: Headrace):
+    assert "no rows were kept: set worker.report_rows to sample or all" in cli("inspect", "solver", "3", "--rows").out
+
+
+def test_rows_of_another_layout_are_shown_as_arrays_and_what_is_none_is_refused():
+    console = Console(record=True, width=200)
+    print_rows(console, save({"a": np.zeros((2, 3), np.float32)}))
+    assert ["a", "float32", "[2,", "3]"] in [line.split() for line in console.export_text().splitlines()]
+    with pytest.raises(RowsUnreadableError, match="the rows are no safetensors file"):
+        print_rows(console, b"no rows")
+
+
+def test_the_layout_is_the_trainers():
+    assert rows_text._LAYOUT == LAYOUT

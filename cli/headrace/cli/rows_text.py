@@ -1,9 +1,27 @@
-"""Packed rows of a step as text: which arrays were kept, and how each begins."""
+"""Packed rows of a step as text: which sequences stood in which row, and what became of the first tokens of some.
 
+The layout is that of `headrace.trainer.rows_out`; a file of another layout is shown as its arrays. Gives up: the tokens' text, which
+needs the base model's tokenizer.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
 from rich.console import Console
 from rich.table import Table
 
+from headrace.cli.figures import number
 from headrace.core.errors import HeadraceError
+
+_LAYOUT = "headrace.rows.v1"
+_SEQUENCES = 40
+_TOKENS = 12
+"""Trained tokens shown of the first sequence of each of the first rows."""
+_ROWS = 2
+
+Arrays = dict[str, npt.NDArray[Any]]
 
 
 class RowsUnreadableError(HeadraceError):
@@ -19,16 +37,93 @@ def print_rows(console: Console, body: bytes | None) -> None:
     if body is None:
         console.print("no rows were kept: set worker.report_rows to sample or all")
         return
+    arrays, metadata = _load(body)
+    if metadata.get("layout") != _LAYOUT:
+        table = Table("array", "type", "shape", box=None, header_style="bold")
+        for name, array in sorted(arrays.items()):
+            table.add_row(name, str(array.dtype), str(list(array.shape)))
+        console.print(table)
+        return
+    groups: list[str] = orjson.loads(metadata["groups"])
+    kept = len(arrays["row_numbers"])
+    console.print(f"\nsequences of {kept} of {metadata['rows']} rows", style="bold")
+    console.print(_sequences(arrays, groups))
+    if (more := len(arrays["sequence_groups"]) - _SEQUENCES) > 0:
+        console.print(f"and {more} more sequences")
+    for row in range(min(kept, _ROWS)):
+        s = int(arrays["row_sequences"][row])
+        trained = _trained(arrays, s)
+        name = f"{groups[arrays['sequence_groups'][s]]}, trajectory {arrays['sequence_trajectories'][s]}"
+        console.print(
+            f"\nrow {arrays['row_numbers'][row]}: first {min(len(trained), _TOKENS)} of {len(trained)} trained tokens of {name}",
+            style="bold",
+        )
+        console.print(_tokens(arrays, trained[:_TOKENS]))
+
+
+def _load(body: bytes) -> tuple[Arrays, dict[str, str]]:
     try:
-        from safetensors import SafetensorError  # noqa: PLC0415
+        from safetensors import SafetensorError  # noqa: PLC0415  (part of an extra)
         from safetensors.numpy import load  # noqa: PLC0415
     except ImportError as error:
         raise RowsUnreadableError("showing rows needs the package safetensors: install headrace[trainer]") from error
     try:
-        arrays = load(body)
+        arrays: Arrays = load(body)
     except SafetensorError as error:
         raise RowsUnreadableError(f"the rows are no safetensors file: {error}") from error
-    table = Table("array", "type", "shape", "begins with", box=None, header_style="bold")
-    for name, array in sorted(arrays.items()):
-        table.add_row(name, str(array.dtype), str(list(array.shape)), " ".join(f"{value:.4g}" for value in array.reshape(-1)[:12]))
-    console.print(table)
+    # The loader keeps the metadata to itself; it stands in the header, whose length is in the first 8 bytes.
+    header = orjson.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+    return arrays, header.get("__metadata__") or {}
+
+
+def _sequences(arrays: Arrays, groups: list[str]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("row", "update", "step", "rank", "group", "trajectory", "part", "tokens", "trained", "advantage", "ratio", "lag"):
+        table.add_column(heading, justify="left" if heading == "group" else "right")
+    for row in range(len(arrays["row_numbers"])):
+        place = [str(arrays[name][row]) for name in ("row_numbers", "row_updates", "row_micro_steps", "row_ranks")]
+        for s in range(arrays["row_sequences"][row], arrays["row_sequences"][row + 1]):
+            if s >= _SEQUENCES:
+                return table
+            at = _trained(arrays, s)
+            lags = arrays["lags"][at]
+            table.add_row(
+                *place,
+                groups[arrays["sequence_groups"][s]],
+                str(arrays["sequence_trajectories"][s]),
+                str(arrays["sequence_parts"][s]),
+                str(arrays["sequence_tokens"][s + 1] - arrays["sequence_tokens"][s]),
+                str(len(at)),
+                _mean(arrays["advantages"][at]),
+                _mean(arrays["ratios"][at]),
+                _mean(lags[lags >= 0]),
+            )
+    return table
+
+
+def _tokens(arrays: Arrays, at: npt.NDArray[np.int64]) -> Table:
+    floats = ("advantages", "weights", "ratios", "behaviour_logprobs", "old_logprobs", "new_logprobs")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("position", "token", "lag", "advantage", "weight", "ratio", "behaviour", "old", "new"):
+        table.add_column(heading, justify="right")
+    for i in at:
+        lag = int(arrays["lags"][i])
+        numbers = [float(arrays[name][i]) for name in floats]
+        table.add_row(
+            str(arrays["position_ids"][i]),
+            str(arrays["token_ids"][i]),
+            "-" if lag < 0 else str(lag),
+            *("-" if np.isnan(value) else number(value) for value in numbers),
+        )
+    return table
+
+
+def _trained(arrays: Arrays, sequence: int) -> npt.NDArray[np.int64]:
+    """Places of a sequence's trained tokens."""
+    first, last = arrays["sequence_tokens"][sequence : sequence + 2]
+    places: npt.NDArray[np.int64] = np.flatnonzero(arrays["trainable"][first:last]) + first
+    return places
+
+
+def _mean(values: npt.NDArray[Any]) -> str:
+    return number(float(values.mean(dtype=np.float64))) if len(values) else "-"
