@@ -18,7 +18,7 @@ from headrace.trainer.advantages import Credit, batch_credits, sft_credits
 from headrace.trainer.groups import TokenizedGroup, TokenizedTrajectory
 from headrace.trainer.options import KlOptions, LossOptions, StepOptions
 from headrace.trainer.packing import pack
-from headrace.trainer.rows import CreditedSequence, PackedRow, PackedUpdate
+from headrace.trainer.rows import CreditedSequence, Owner, PackedRow, PackedUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +48,24 @@ def policy_updates(groups: Sequence[TokenizedGroup], options: StepOptions, shape
     size = rows // shape.ranks
     parts = [whole.micro_steps[first : first + size] for first in range(0, len(whole.micro_steps), size)]
     total = _coefficients(whole.rows)
-    owners = _owners(groups, credits_K)
-    return [_scaled(replace(whole, micro_steps=part, trajectories=_count(part, owners)), total) for part in parts]
+    return [_scaled(replace(whole, micro_steps=part, trajectories=_count(part, whole.owners)), total) for part in parts]
 
 
 def sft_updates(groups: Sequence[TokenizedGroup], config: SftConfig, shape: RowShape, seed: int, length: int | None) -> list[PackedUpdate]:
     """The updates of a supervised job: batches of `batch_size` examples, epoch after epoch."""
-    examples = [replace(group, trajectories=(_as_text(trajectory),)) for group in groups for trajectory in group.trajectories]
+    places = [(g, t) for g, group in enumerate(groups) for t in range(len(group.trajectories))]
+    examples = [replace(groups[g], trajectories=(_as_text(groups[g].trajectories[t]),)) for g, t in places]
     size = 2 if config.batch_size == "auto" else config.batch_size
     generator = np.random.default_rng(seed)
     updates = []
     for _ in range(config.epochs):
         order = generator.permutation(len(examples))
         for first in range(0, len(order), size):
-            batch = [examples[i] for i in order[first : first + size]]
-            updates.append(_pack(batch, sft_credits(batch), length, shape, None))
+            chosen = order[first : first + size]
+            batch = [examples[i] for i in chosen]
+            packed = _pack(batch, sft_credits(batch), length, shape, None)
+            owners = (Owner(group=g, trajectory=t, sequence=o.sequence) for o in packed.owners for g, t in (places[chosen[o.group]],))
+            updates.append(replace(packed, owners=tuple(owners)))
     return [update for update in updates if update.micro_steps]
 
 
@@ -75,34 +78,34 @@ def _pack(
     groups: Sequence[TokenizedGroup], credits_K: Sequence[Credit], length: int | None, shape: RowShape, version: int | None
 ) -> PackedUpdate:
     sequences: list[CreditedSequence] = []
+    owners: list[Owner] = []
     for credit in credits_K:
         trajectory = groups[credit.group].trajectories[credit.trajectory]
         versions = [v for v in (trajectory.initial_policy_version, trajectory.final_policy_version) if v is not None]
+        first = len(sequences)  # not asked for below: it grows while the sequences are added
         sequences.extend(
             CreditedSequence(
                 sequence=sequence,
                 tree=credit.group,
-                branch=len(sequences) + i,
+                branch=first + i,
                 advantage=credit.advantage,
                 weight=credit.weight,
                 version=min(versions, default=None),
             )
             for i, sequence in enumerate(trajectory.sequences)
         )
+        owners.extend(Owner(group=credit.group, trajectory=credit.trajectory, sequence=i) for i in range(len(trajectory.sequences)))
     longest = max((len(credited.sequence) for credited in sequences), default=1)
     capacity = length or max(shape.tokens, longest)
     packed = pack(sequences, capacity=capacity, ranks=shape.ranks, alone=shape.alone, policy_version=version)
-    return replace(packed, trajectories=len(credits_K))
+    return replace(packed, trajectories=len(credits_K), owners=tuple(owners))
 
 
-def _owners(groups: Sequence[TokenizedGroup], credits_K: Sequence[Credit]) -> list[int]:
-    """Index of the trajectory that each branch belongs to: branches count sequences in the order of `_pack`."""
-    return [k for k, credit in enumerate(credits_K) for _ in groups[credit.group].trajectories[credit.trajectory].sequences]
-
-
-def _count(micro_steps: Sequence[Sequence[PackedRow | None]], owners: Sequence[int]) -> int:
+def _count(micro_steps: Sequence[Sequence[PackedRow | None]], owners: Sequence[Owner]) -> int:
+    """Trajectories of some of an update's rows."""
     rows = [row for step in micro_steps for row in step if row is not None]
-    return len({owners[branch] for row in rows for branch in np.unique(row.branches_N)})
+    found = (owners[branch] for row in rows for branch in np.unique(row.branches_N))
+    return len({(owner.group, owner.trajectory) for owner in found})
 
 
 def _as_text(trajectory: TokenizedTrajectory) -> TokenizedTrajectory:

@@ -30,6 +30,7 @@ from headrace.trainer.reference import as_reference
 from headrace.trainer.resident import Loaded, Resident
 from headrace.trainer.reward_trend import add, multiplier, reward_deviation
 from headrace.trainer.rows import PackedUpdate
+from headrace.trainer.rows_out import write_rows
 from headrace.trainer.training_state import check_finite, save_state
 from headrace.trainer.update import PerRow, Updated, Updater, UpdateSettings, joined, without_dropout
 from headrace.trainer.world import Seat, WorldSettings
@@ -102,6 +103,8 @@ class TrainingEngine:
         clock.lap("update")
         key = plan.becomes or replace(plan.state, step=plan.state.step + 1, attempt=plan.attempt)
         self._write(loaded, plan, options, updates, key)
+        if self._seat.rank == 0:
+            write_rows(Path(plan.out_dir, "rows"), plan, key, updates, stats, ranks=self._world.size, seed=seed)
         self._resident.is_now(key)
         clock.lap("write")
         loss = sum(updated.loss for updated in done) / len(done) if done else None

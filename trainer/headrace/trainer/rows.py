@@ -39,6 +39,15 @@ class CreditedSequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Where a sequence comes from, as indices in the groups of the step."""
+
+    group: int
+    trajectory: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
     """One row."""
 
@@ -93,6 +102,8 @@ class PackedUpdate:
     """Tokens that a row may hold."""
     trajectories: int = 0
     """Rollouts that train in it."""
+    owners: tuple[Owner, ...] = ()
+    """Of each branch that the rows number."""
 
     @property
     def rows(self) -> Iterator[PackedRow]:
