@@ -12,9 +12,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from headrace.core.errors import HeadraceError
-from headrace.schemas.state import StepRecord
 from headrace.schemas.training import ModelSettings, OptimizerSettings, TrainConfig, row_length_problem
-from headrace.trainer.options import merged_config
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -59,32 +57,15 @@ class Asked:
         """The model's settings with the changed optimizer; its `train` is left alone, since each step brings its own config.
 
         Raises:
-            ChangeError: the optimizer's fields are not valid, or contradict those of the model.
+            ChangeError: the changes are not valid for this model.
         """
+        # Merging contradicts nothing else: what the changes name by one of several names replaces what the config names by another.
+        if self.config is not None and (problem := row_length_problem(self.config, model.max_sequence_tokens)) is not None:
+            raise ChangeError(f"--set does not fit the model: {problem}")
         if self.optimizer is None:
             return model
         optimizer = _validated(OptimizerSettings, {**model.optimizer.model_dump(), **self.optimizer}, _OPTIMIZER)
         return model.model_copy(update={"optimizer": optimizer})
-
-    def check(self, records: Iterable[StepRecord], model: ModelSettings) -> None:
-        """See that the changes fit each step's own config.
-
-        Raises:
-            ChangeError: names the step and the fields that contradict each other.
-        """
-        if self.config is None:
-            return
-        checked: set[str] = set()
-        for record in records:
-            if record.config_digest in checked:
-                continue
-            checked.add(record.config_digest)
-            try:
-                merged = merged_config(record.config, self.config)
-            except ValidationError as error:
-                raise ChangeError(f"--set does not fit the config of step {record.step}: {_first(error)}") from None
-            if (problem := row_length_problem(merged, model.max_sequence_tokens)) is not None:
-                raise ChangeError(f"--set does not fit the model: {problem}")
 
 
 def _check_name(name: str) -> None:
@@ -108,10 +89,12 @@ def _validated(schema: type[M], fields: dict[str, Any], prefix: str = "") -> M:
     try:
         return schema.model_validate(fields)
     except ValidationError as error:
-        raise ChangeError(f"--set {prefix}{_first(error)}") from None
+        raise ChangeError(f"--set {_first(error, prefix)}") from None
 
 
-def _first(error: ValidationError) -> str:
+def _first(error: ValidationError, prefix: str = "") -> str:
     fault = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in fault["loc"])
-    return f"{where}: {fault['msg']}" if where else str(fault["msg"])
+    what = str(fault["msg"]).removeprefix("Value error, ")
+    # Two fields that contradict each other are no one field's fault: the message names both.
+    return f"{prefix}{where}: {what}" if where else f"{prefix.rstrip('.')}: {what}".removeprefix(": ")

@@ -119,7 +119,6 @@ async def _checked(settings: Settings, question: Question) -> tuple[ModelState, 
     anew = next((record for record in (asked if question.forks else asked[-1:] if kept else ()) if record.cut in BEGIN_ANEW), None)
     if anew is not None:
         raise NothingToReplayError(f"step {anew.step} is {anew.cut}: it trained nothing and began anew; choose steps before or behind it")
-    question.changes.check(asked, state.settings)
     await _check_excluded(settings, state, asked, question.exclude)
     if not question.forks:
         return state, route, None
