@@ -101,6 +101,11 @@ def test_rule_16_commands_that_are_folded_in_are_not_folded_again() -> None:
     assert shown(None, ["cancel"], through=11, early=("j",)) == ("CANCELLING", None, None)
 
 
+def test_rule_16_a_cancel_shows_though_no_owner_has_ever_read_the_lane() -> None:
+    found = fold_jobs([], [record("m", CancelJob(model_id="m", job_id="j"))], [])["j"]
+    assert (found.state, found.requested, found.worker_group) == ("JOB_STATE_CANCELLING", "cancel", None)
+
+
 def test_a_command_for_another_models_job_is_not_its() -> None:
     """A job id is whatever its sender made of it; the lane looks for it among the jobs of the command's model."""
     states = [record("m", model_state()), record("x", model_state("x"))]

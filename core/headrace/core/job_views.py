@@ -97,11 +97,10 @@ def fold_jobs(
             continue
         known = views.get(command.job_id)
         if known is None:
-            if isinstance(command, CancelJob) and command.model_id in models:
-                group = models[command.model_id].worker_group
-                known = JobView(job_id=command.job_id, model_id=command.model_id, state=CANCELLING, document=None, worker_group=group)
-            else:
+            if not isinstance(command, CancelJob):
                 continue
+            group = models[command.model_id].worker_group if command.model_id in models else None
+            known = JobView(job_id=command.job_id, model_id=command.model_id, state=CANCELLING, document=None, worker_group=group)
         if known.model_id == command.model_id and record.offset >= (known.document.commands_through if known.document else 0):
             views[command.job_id] = asked(known, command, (record.partition, record.offset))
     return views
