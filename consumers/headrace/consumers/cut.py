@@ -5,7 +5,8 @@ tokens. Steps run in the order of the log record that completed their bucket. La
 step starts from (exactly-once rules 7 and 9), and so is the row length that a job asks for; each trajectory alone. The model's policy says
 what becomes of the rest of its group.
 
-Guarantees: a pure function of the log and of the model's committed version: no clock, no arrival times. A group that is refused here is
+Guarantees: a pure function of the log, of the model's committed version and of its intent: what a clock decided (a linger) is committed as
+an intent before its step runs, and an owner that finds one obeys it. A group that is refused here is
 refused through `ModelRun.refuse`, and the place it leaves is filled by the next group of its bucket; a group that lost members keeps its
 place. Members lost here are the batch's to report, in the transaction of its step: reported earlier they would be reported again after a
 crash, since the group is still pending. A job whose kind is not that of its groups fails, and nothing of it trains.
@@ -40,7 +41,7 @@ class Batch:
     groups: tuple[Waiting, ...]
     job_id: str | None
     cut: str
-    """`groups_per_step`, `max_tokens_per_step` or `job`."""
+    """`groups_per_step`, `max_tokens_per_step`, `linger` or `job`."""
     completed_at: int
     """Offset of the record that completed the bucket: the order of steps."""
     lost: tuple[Lost, ...] = ()
@@ -49,14 +50,16 @@ class Batch:
 
 def next_batch(run: ModelRun) -> Batch | None:
     """The batch whose bucket was completed first, judged at the model's version; None while no bucket is complete."""
-    if run.status != "active" or run.recovering:
-        # Pending groups of the committed state must be back in their buckets before anything is cut.
+    if run.status != "active" or run.recovering or run.rebasing is not None or run.start_from is not None:
+        # Pending groups of the committed state must be back in their buckets before anything is cut, and a new beginning comes first.
         return None
     while True:
-        complete = [batch for batch in (_stream(run), *(_job(run, job) for job in run.jobs.values())) if batch is not None]
-        if not complete:
-            return None
-        first = min(complete, key=lambda batch: batch.completed_at)
+        first = _intended(run)
+        if first is None:
+            complete = [batch for batch in (_stream(run), *(_job(run, job) for job in run.jobs.values())) if batch is not None]
+            if not complete:
+                return None
+            first = min(complete, key=lambda batch: batch.completed_at)
         if first.job_id is not None and (message := _mismatch(run, first)) is not None:
             run.refuse_all(RejectionReason.JOB_KIND_MISMATCH, message, first.job_id)
             run.move_job(first.job_id, JobState.FAILED, message=message)
@@ -169,6 +172,20 @@ def _mismatch(run: ModelRun, batch: Batch) -> str | None:
     return f"the job is of kind {kind!r}, but {len(others)} of its {len(batch.groups)} groups are of purpose {purpose!r}: {names}"
 
 
+def _intended(run: ModelRun) -> Batch | None:
+    """The batch that an intent names, as it was cut: by a clock, or before a worker's end (rules 9 and 10)."""
+    intent = run.intent
+    if intent is None or intent.step != run.state.policy_version + 1:
+        return None
+    if intent.job_id is not None:
+        job = run.jobs.get(intent.job_id)
+        return None if job is None else _job(run, job)
+    groups = tuple(run.waiting[offset] for offset in intent.offsets if offset in run.waiting)
+    if len(groups) != len(intent.offsets):
+        return None
+    return Batch(groups=groups, job_id=None, cut=intent.cut, completed_at=max(intent.offsets))
+
+
 def _stream(run: ModelRun) -> Batch | None:
     policy = run.state.settings.batch
     chosen: list[Waiting] = []
@@ -182,11 +199,13 @@ def _stream(run: ModelRun) -> Batch | None:
         if full or (policy.max_tokens_per_step is not None and tokens >= policy.max_tokens_per_step):
             cut = "groups_per_step" if full else "max_tokens_per_step"
             return Batch(groups=tuple(chosen), job_id=None, cut=cut, completed_at=waiting.offset)
+    if chosen and run.lingered:
+        return Batch(groups=tuple(chosen), job_id=None, cut="linger", completed_at=chosen[-1].offset)
     return None
 
 
 def _job(run: ModelRun, job: OpenJob) -> Batch | None:
-    if job.record_offset is None:
+    if job.record_offset is None or (job.document is not None and job.document.state is JobState.PAUSED):
         return None
     groups = tuple(waiting for waiting in run.waiting.values() if waiting.job_id == job.job_id)
     if not set(job.group_ids) <= {waiting.group.group_id for waiting in groups} | set(job.refused):

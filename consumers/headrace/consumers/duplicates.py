@@ -1,12 +1,17 @@
 """The duplicate window: a group id is a duplicate if it was admitted among the model's last W groups (exactly-once rule 11).
 
+A snapshot holds the window as it was then; what was admitted since stands in the model's state, so that any owner has the same window.
+
 Guarantees: the same sequence of ids gives the same answers, whenever and wherever it runs: no clock, no cache. Ids of dead letters never
 enter. Gives up: ids that collide in 64 bits of SHA-256 (odds about W / 2^64 for a new id).
 """
 
+import base64
 import hashlib
+import sys
 from array import array
 from collections import deque
+from collections.abc import Iterable
 
 
 class DuplicateWindow:
@@ -14,12 +19,16 @@ class DuplicateWindow:
 
     Args:
         size: W, in groups.
-        stored: A window as `to_bytes` gave it.
+        stored: The window of the snapshot, as `to_bytes` gave it.
+        since: What was admitted after it, as `since_text` gave it.
     """
 
-    def __init__(self, size: int, stored: bytes = b"") -> None:
-        self._order = deque(array("Q", stored), maxlen=size)
+    def __init__(self, size: int, stored: bytes = b"", since: str = "") -> None:
+        self._order = deque(_hashes(stored), maxlen=size)
         self._known = set(self._order)
+        self._since: list[int] = []
+        for value in _hashes(base64.b64decode(since)):
+            self._add(value)
 
     def seen(self, group_id: str) -> bool:
         """Whether the id was admitted within the window."""
@@ -27,18 +36,48 @@ class DuplicateWindow:
 
     def add(self, group_id: str) -> None:
         """Note an admitted id; the oldest one leaves when the window is full."""
-        value = _hash(group_id)
+        self._add(_hash(group_id))
+
+    def _add(self, value: int) -> None:
         if value in self._known:
             return
         if len(self._order) == self._order.maxlen:
             self._known.discard(self._order[0])
         self._order.append(value)
         self._known.add(value)
+        self._since.append(value)
 
     def to_bytes(self) -> bytes:
-        """Oldest first, 8 bytes each in the host's order (little-endian on every supported one)."""
-        return array("Q", self._order).tobytes()
+        """For a snapshot: oldest first, 8 bytes each, little-endian."""
+        return _bytes(self._order)
+
+    @property
+    def since(self) -> int:
+        """Ids admitted since the snapshot."""
+        return len(self._since)
+
+    def since_text(self, first: int = 0) -> str:
+        """For the model's state: the ids admitted since the snapshot, without the first so many."""
+        return base64.b64encode(_bytes(self._since[first:])).decode()
+
+    def snapshot_is_in(self, ids: int) -> None:
+        """A snapshot is committed that holds the first so many of the ids admitted since the one before."""
+        del self._since[:ids]
 
 
 def _hash(group_id: str) -> int:
     return int.from_bytes(hashlib.sha256(group_id.encode(errors="surrogatepass")).digest()[:8], "little")
+
+
+def _bytes(values: Iterable[int]) -> bytes:
+    found = array("Q", values)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tobytes()
+
+
+def _hashes(stored: bytes) -> "array[int]":
+    found = array("Q", stored)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found

@@ -1,48 +1,69 @@
 """A lane on this worker: claim it, serve it, and give it up.
 
 Claiming is, in this order: start the transactional producer, which fences the former owner; read the lane's `models` to the end
-that was written; then stand at the lane's low-water mark (design section 4, exactly-once rules 1 to 5). Serving is three tasks on
-one event loop: reading, training, and reporting what no step carries. After anything but a clean commit, all memory is void and
-the lane is claimed again, if the group still gives it to us.
+that was written; put pending groups back into their buckets, each by its offset; then read on where the lane stood (design section 4,
+exactly-once rules 1 to 8). Serving is five tasks on one event loop: reading, training, reporting what no step carries, the clock, and
+collecting what lost attempts left in the store. After anything but a clean commit, all memory is void and the lane is claimed again, if the
+group still gives it to us.
 
-Guarantees: what this lane commits, it commits as the owner; a lost lane's running step is cancelled. Gives up: steps of one lane
-side by side.
+Guarantees: what this lane commits, it commits as the owner; a lost lane's running step is cancelled; what a claim reads does not grow with
+the log; where retention took what was needed, the models that it concerns stop and say which offsets. A lane that is given up in order
+leaves snapshots behind. Gives up: steps of one lane side by side.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from headrace.consumers.admission_pool import AdmissionPool
-from headrace.consumers.cut import Batch, next_batch
 from headrace.consumers.duplicates import DuplicateWindow
 from headrace.consumers.kl_references import KlReferences
 from headrace.consumers.lane_book import LaneBook
+from headrace.consumers.lane_clock import LaneClock
 from headrace.consumers.lane_commands import CommandHandler, problem_of
+from headrace.consumers.lane_committer import LaneCommitter
 from headrace.consumers.lane_intake import MAX_PENDING, LaneIntake
 from headrace.consumers.lane_phase import LanePhase, move
 from headrace.consumers.lane_reader import LaneReader
+from headrace.consumers.lane_training import LaneTraining
 from headrace.consumers.lane_writer import FencedError, LaneWriter, OutcomeUnknownError
 from headrace.consumers.model_run import ModelRun
+from headrace.consumers.orphans import OrphanCollector, Owned
+from headrace.consumers.pending import recover_pending
 from headrace.consumers.recover import LaneMemory, read_states
 from headrace.consumers.snapshots import SnapshotKeeper
 from headrace.consumers.step_files import load_duplicates
-from headrace.consumers.step_runner import BatchGivenUpError, StepRunner, finish_job
-from headrace.consumers.transaction import CommittedStep, build
+from headrace.consumers.step_runner import StepRunner
+from headrace.consumers.transaction import TakenSnapshot
 from headrace.consumers.world import TrainerWorld
+from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
+from headrace.core.reading import OffsetLostError
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore
-from headrace.schemas.jobs import JobState
-from headrace.schemas.reasons import RejectionReason
-from headrace.schemas.state import Intent
+from headrace.core.topic_admin import retention_ms
+from headrace.schemas.state import ModelState
 
 logger = logging.getLogger(__name__)
 
 
 class UnfitWorkerError(HeadraceError):
     """This worker's configuration does not fit a model that is trained already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Serving:
+    """What one ownership of the lane works with."""
+
+    book: LaneBook
+    reader: LaneReader
+    committer: LaneCommitter
+    commands: CommandHandler
+    intake: LaneIntake
+    training: LaneTraining
+    clock: LaneClock
 
 
 class Lane:
@@ -72,26 +93,32 @@ class Lane:
         self._settings = settings
         self._topics = settings.topic_names
         self._options = client_options(settings.kafka, f"headrace-lane-{lane}")
-        self._source = f"headrace/worker/{settings.worker.group}/lane/{lane}"
         self._store = store
         self._pool = pool
+        self._world = world
         self._wanted = wanted
-        self._work_dir = settings.worker.work_dir.absolute()
-        self._references = KlReferences(self._options, self._topics.steps, lane, store, self._work_dir / f"references-{lane}")
-        self._steps = StepRunner(settings, store, world, lane, self._references)
-        self._keeper = SnapshotKeeper(store)
-        self._committing = asyncio.Lock()
-        self._stepping = False
+        references = settings.worker.work_dir.absolute() / f"references-{lane}"
+        kl = KlReferences(self._options, self._topics.steps, lane, store, references)
+        self._steps = StepRunner(settings, store, world, lane, pool=pool, references=kl)
+        self._orphans = OrphanCollector(settings, store, lane)
+        self._leaving = asyncio.Event()
+        self._last: LaneBook | None = None
+
+    def leave(self) -> None:
+        """Give the lane up in order: the step that runs may end, snapshots are stored; `run` returns then."""
+        self._leaving.set()
 
     async def run(self) -> None:
-        """Own the lane until it is lost or the task is cancelled."""
+        """Own the lane until it is lost or left, or the task is cancelled."""
         try:
-            while self._wanted():
+            while self._wanted() and not self._leaving.is_set():
                 try:
                     await self._own()
-                except* (FencedError, OutcomeUnknownError) as errors:
+                except* (FencedError, OutcomeUnknownError, OffsetLostError) as errors:
                     logger.warning("lane %d: %s; what happened is read after fencing", self.lane, errors.exceptions[0])
                     self.phase = move(self.phase, LanePhase.FENCED)
+                if self._leaving.is_set():
+                    break
                 # A member that was cut off learns by its next heartbeat that the lane is another's. Claiming before that would fence the
                 # rightful owner, which would claim again, and so on for ever (rule 3).
                 await asyncio.sleep(2 * self._settings.worker.heartbeat_interval_ms / 1000)
@@ -99,147 +126,138 @@ class Lane:
                     self.phase = move(self.phase, LanePhase.CLAIMING)
         finally:
             self.phase = LanePhase.RELEASED
+            if self._last is not None:
+                self._world.forget(self._last.runs.keys())
             logger.info("lane %d is released", self.lane)
 
     async def _own(self) -> None:
-        self._stepping = False
         writer = LaneWriter(self._settings, self.lane, self._options)
-        reader = LaneReader(self._options, self._topics, self.lane)
+        reader = LaneReader(self._options, self._topics, self.lane, self._settings.groups_topic)
         try:
             await writer.start()
             memory = await read_states(self._options, self._topics, self.lane)
-            book = await self._book(memory)
-            await reader.start(memory.lane.mark, memory.lane.commands_through)
+            book = self._last = await self._book(memory)
+            serving = await self._ready(book, writer, reader)
             self.phase = move(self.phase, LanePhase.SERVING)
             logger.info("lane %d is ours: %d models, from offset %d", self.lane, len(book.runs), book.position)
-            commands = CommandHandler(self._settings, book)
-            intake = LaneIntake(self._settings, book, reader, commands, self._pool)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read(book, reader, commands, intake))
-                tasks.create_task(self._train(book, writer))
-                tasks.create_task(self._report(book, writer))
+            await self._serve(serving)
         finally:
             await asyncio.shield(asyncio.gather(writer.stop(), reader.stop(), return_exceptions=True))
 
     async def _book(self, memory: LaneMemory) -> LaneBook:
-        book = LaneBook(state=memory.lane, position=memory.lane.mark)
+        book = LaneBook(state=memory.lane, position=memory.lane.scanned, ledger_end=memory.ledger_end, unclean=not memory.lane.clean)
         for model_id, state in memory.models.items():
-            stored = b""
-            if state.snapshot is not None and state.status == "active":
-                folder = self._work_dir / f"claim-{self.lane}-{model_id}"
-                stored = await load_duplicates(self._store, state.snapshot, folder)
             if state.status == "active" and (problem := problem_of(state.settings, self._settings.base_models)) is not None:
                 # Its groups must not be refused because one worker is set up wrongly: nothing of the lane is touched.
                 raise UnfitWorkerError(f"model {state.name} ({model_id}) can't be trained by this worker: {problem}")
-            window = DuplicateWindow(self._settings.worker.duplicate_window, stored)
+            stored = b""
+            if state.snapshot is not None and state.status != "deleted":
+                stored = await load_duplicates(self._store, state.snapshot)
+            window = DuplicateWindow(self._settings.worker.duplicate_window, stored, state.window_since)
             book.runs[model_id] = ModelRun.of(state, window, self.lane)
         return book
 
-    async def _read(self, book: LaneBook, reader: LaneReader, commands: CommandHandler, intake: LaneIntake) -> None:
+    async def _ready(self, book: LaneBook, writer: LaneWriter, reader: LaneReader) -> _Serving:
+        worker = self._settings.worker
+        source = f"headrace/worker/{worker.group}/lane/{self.lane}"
+        committer = LaneCommitter(book, writer, self._topics, source)
+        commands = CommandHandler(self._settings, book)
+        intake = LaneIntake(self._settings, book, reader, commands, self._pool)
+        keeper = SnapshotKeeper(self._store, worker.keep_snapshots)
+        retention = await retention_ms(self._options, self._settings.groups_topic)
+        serving = _Serving(
+            book=book,
+            reader=reader,
+            committer=committer,
+            commands=commands,
+            intake=intake,
+            training=LaneTraining(book, committer, self._steps, keeper, worker.max_step_attempts),
+            clock=LaneClock(worker, book, committer, retention),
+        )
+        first = await reader.start(book.position, book.state.commands_through)
+        if first > book.position:
+            self._records_lost(book, first)
+        await self._recover_pending(serving)
+        return serving
+
+    def _records_lost(self, book: LaneBook, first: int) -> None:
+        """Retention took records that nobody has read: whose they were is not known, so every model of the lane stops (rule 7)."""
+        detail = (
+            f"{self._settings.groups_topic} partition {self.lane}: offsets {book.position} to {first - 1} were deleted by retention before "
+            "they were read; groups of this model may be among them. `headrace models resume` goes on without them"
+        )
+        logger.error("lane %d: %s", self.lane, detail)
+        book.position = first
+        for run in book.runs.values():
+            if run.status == "active":
+                run.set_status("stopped", detail)
+        book.note_news()
+
+    async def _recover_pending(self, serving: _Serving) -> None:
+        for run in serving.book.runs.values():
+            if run.recovering and run.status == "active":
+                await recover_pending(self._options, self._settings.groups_topic, run, serving.intake)
+                serving.book.note_news()
+
+    async def _serve(self, serving: _Serving) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            training = tasks.create_task(serving.training.run())
+            others = [
+                tasks.create_task(self._read(serving)),
+                tasks.create_task(serving.clock.report()),
+                tasks.create_task(serving.clock.tick()),
+                tasks.create_task(self._collect_orphans(serving)),
+            ]
+            tasks.create_task(self._leave(serving, training, others))
+
+    async def _collect_orphans(self, serving: _Serving) -> None:
+        def states() -> dict[str, ModelState]:
+            return {model_id: run.state for model_id, run in serving.book.runs.items()}
+
+        async def owned() -> Owned:
+            await serving.committer.commit()
+            return Owned(states=states(), running=frozenset(self._steps.attempts.latest.values()))
+
+        await self._orphans.run(states, owned)
+
+    async def _leave(self, serving: _Serving, training: asyncio.Task[None], others: list[asyncio.Task[None]]) -> None:
+        """Wait until the lane is to be given up in order, and do that."""
+        await self._leaving.wait()
+        serving.training.leave()
+        await asyncio.wait({training}, timeout=self._settings.worker.release_seconds)
+        for task in (training, *others):
+            task.cancel()
+        await asyncio.wait({training, *others})
+        try:
+            async with deadline(max(1.0, self._settings.worker.release_seconds)):
+                await self._farewell(serving)
+        except (HeadraceError, TimeoutError) as error:
+            logger.warning("lane %d is given up without its snapshots: %s", self.lane, error)
+
+    async def _farewell(self, serving: _Serving) -> None:
+        snapshots: dict[str, TakenSnapshot] = {}
+        for model_id, run in serving.book.runs.items():
+            if run.status == "active" and (taken := await self._steps.save(run)) is not None:
+                snapshots[model_id] = taken
+            if run.intent is not None:
+                # The batch did not end us: it is under no suspicion.
+                run.intent = run.intent.model_copy(update={"attempts": 0})
+                run.touch()
+        await serving.committer.commit(snapshots=snapshots, clean=True)
+
+    async def _read(self, serving: _Serving) -> None:
+        book, reader = serving.book, serving.reader
         while True:
-            reader.hold_groups(hold=self._stepping and self._full(book))
+            reader.hold_groups(hold=serving.training.stepping and self._full(book))
             new_commands, groups = await reader.read()
             if new_commands:
-                commands.apply(new_commands)
+                serving.commands.apply(new_commands)
+                await self._recover_pending(serving)
             if groups:
-                await intake.take(groups)
+                await serving.intake.take(groups)
+            book.position = max(book.position, await reader.position())
 
     def _full(self, book: LaneBook) -> bool:
         """Whether enough waits for now. Asked only while a step runs: without one, what completes a bucket may be the next record."""
         waiting = sum(len(run.waiting) for run in book.runs.values())
         return waiting > MAX_PENDING // 2 or book.waiting_bytes > self._settings.worker.read_ahead_bytes
-
-    async def _train(self, book: LaneBook, writer: LaneWriter) -> None:
-        while True:
-            await book.changed.wait()
-            book.changed.clear()
-            while (chosen := _longest_waiting(book)) is not None:
-                self._stepping = True
-                await self._step(book, writer, *chosen)
-                self._stepping = False
-            book.note_unreported()  # the cut may have refused groups
-
-    async def _step(self, book: LaneBook, writer: LaneWriter, run: ModelRun, batch: Batch) -> None:
-        if batch.job_id is not None and _state_of(run, batch.job_id) is JobState.PENDING:
-            # RUNNING is committed before the step, with the intent: what subscribers see never runs ahead of the log (design 12).
-            run.intent = Intent(step=run.state.policy_version + 1, offsets=tuple(waiting.offset for waiting in batch.groups), reason="job")
-            run.move_job(batch.job_id, JobState.RUNNING)
-            await self._commit(book, writer)
-        try:
-            step = await self._steps.run(run, batch)
-        except BatchGivenUpError as error:
-            self._give_up(run, batch, str(error))
-            await self._commit(book, writer)
-            return
-        # No await from here to the commit's own list: a commit in between would say these things without the step.
-        for lost in batch.lost:
-            run.reject_members(lost.waiting, lost.members)
-        finish_job(run, step)
-        await self._commit(book, writer, step)
-        self._references.note(step.record)
-        if step.snapshot is not None:
-            await self._keeper.committed(run.state.model_id, step.snapshot)
-        logger.info(
-            "step %d of %s: %d groups, loss %s, %.3f s",
-            step.record.step,
-            run.state.name,
-            step.record.groups,
-            step.record.loss,
-            step.completed.seconds,
-        )
-
-    def _give_up(self, run: ModelRun, batch: Batch, message: str) -> None:
-        for waiting in batch.groups:
-            run.refuse(
-                offset=waiting.offset,
-                group_id=waiting.group.group_id,
-                job_id=batch.job_id,
-                reason=RejectionReason.STEP_FAILED,
-                detail=message,
-            )
-        if batch.job_id is not None:
-            run.move_job(batch.job_id, JobState.FAILED, message=message)
-        run.intent = None
-        run.touch()
-
-    async def _report(self, book: LaneBook, writer: LaneWriter) -> None:
-        while True:
-            await book.unreported.wait()
-            # A linger, not a wait for something: refusals that come together go together, or with the step that comes first.
-            await asyncio.sleep(self._settings.worker.refusal_linger_seconds)
-            book.unreported.clear()
-            if book.has_news:
-                await self._commit(book, writer)
-
-    async def _commit(self, book: LaneBook, writer: LaneWriter, step: CommittedStep | None = None) -> None:
-        """Commit all news, and the step.
-
-        Raises:
-            FencedError, OutcomeUnknownError: memory is void.
-        """
-        async with self._committing:
-            transaction = build(
-                topics=self._topics,
-                source=self._source,
-                lane=book.state,
-                position=book.position,
-                runs=book.runs.values(),
-                dead_letters=book.dead_letters,
-                step=step,
-            )
-            await writer.commit(transaction.records, transaction.lane.mark)
-            transaction.apply()
-            del book.dead_letters[: transaction.dead_letters]
-            # Commands may have been applied while the commit was on its way: their position stays ours.
-            book.state = transaction.lane.model_copy(update={"commands_through": book.state.commands_through})
-
-
-def _longest_waiting(book: LaneBook) -> tuple[ModelRun, Batch] | None:
-    """The complete batch that has waited longest, of all models."""
-    ready = [(run, batch) for run in book.runs.values() if (batch := next_batch(run)) is not None]
-    return min(ready, key=lambda pair: pair[1].completed_at, default=None)
-
-
-def _state_of(run: ModelRun, job_id: str) -> JobState | None:
-    document = run.jobs[job_id].document
-    return None if document is None else document.state

@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 
 from headrace.consumers.model_run import ModelRun
 from headrace.consumers.outgoing import Outgoing
+from headrace.consumers.transaction import CommittedStep
 from headrace.schemas.state import LaneState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningStep:
+    """What is on the device for this lane."""
+
+    model_id: str
+    job_id: str | None
+    offsets: frozenset[int]
+    task: "asyncio.Task[CommittedStep]"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,6 +31,11 @@ class LaneBook:
     """As committed, but for `commands_through`, which moves as commands are read."""
     position: int
     """Offset of the next record of `trajectory-groups`."""
+    ledger_end: int = 0
+    """No record of the lane's `steps` stands at or after this offset."""
+    unclean: bool = False
+    """The owner before did not give the lane up in order: a batch of it may be what ended it."""
+    running: "RunningStep | None" = None
     runs: dict[str, ModelRun] = field(default_factory=dict)
     dead_letters: list[Outgoing] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -31,6 +47,11 @@ class LaneBook:
     def has_news(self) -> bool:
         """Whether a commit would tell anybody anything."""
         return bool(self.dead_letters) or any(run.unreported for run in self.runs.values())
+
+    def give_up(self, model_id: str, job_id: str | None = None) -> None:
+        """End the step that runs, if it is of this model (and job): what it was for is not wanted any more."""
+        if self.running is not None and self.running.model_id == model_id and job_id in {None, self.running.job_id}:
+            self.running.task.cancel()
 
     def note_news(self) -> None:
         """A record was taken in: wake those who wait for a bucket, or for something to report."""

@@ -1,4 +1,4 @@
-"""What commands do to a lane: models are created and deleted, jobs are cancelled.
+"""What commands do to a lane: models are created, deleted and resumed, jobs are cancelled, paused and resumed.
 
 Guarantees: a command takes effect once, in log order; what can't be read is dead-lettered; repeating a command changes nothing. A
 model whose settings can't be trained here is created as `stopped`, with the reason in its state, instead of failing at each step.
@@ -18,7 +18,7 @@ from headrace.consumers.lane_reader import UnreadableRecord
 from headrace.consumers.model_run import ModelRun
 from headrace.core.lanes import lane_of
 from headrace.core.settings import BaseModelEntry, Settings
-from headrace.schemas.commands import COMMANDS, CancelJob, CreateModel, DeleteModel
+from headrace.schemas.commands import COMMANDS, CancelJob, CreateModel, DeleteModel, PauseJob, ResumeJob, ResumeModel
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import JobState
@@ -62,15 +62,18 @@ class CommandHandler:
         key = (record.key or b"").decode(errors="replace")
         if lane_of(key, self._book.state.partitions) != record.partition:
             raise CodecError(DeadLetterReason.WRONG_LANE, "key", f"{key!r} does not belong to partition {record.partition}")
+        if getattr(command, "model_id", None) != key:
+            found = getattr(command, "model_id", None)
+            raise CodecError(DeadLetterReason.INVALID_SCHEMA, "model_id", f"{found!r} differs from the key {key!r}")
         match command:
-            case CreateModel() | DeleteModel() | CancelJob() if command.model_id != key:
-                raise CodecError(DeadLetterReason.INVALID_SCHEMA, "model_id", f"{command.model_id!r} differs from the key {key!r}")
             case CreateModel():
                 self._create(command, record.offset)
             case DeleteModel():
                 self._delete(command)
-            case CancelJob():
-                self._cancel(command)
+            case CancelJob() | PauseJob() | ResumeJob():
+                self._job(command)
+            case ResumeModel():
+                self._resume(command)
 
     def _create(self, command: CreateModel, offset: int) -> None:
         known = self._book.runs.get(command.model_id)
@@ -91,6 +94,8 @@ class CommandHandler:
             name=command.name,
             worker_group=command.worker_group,
             settings=command.settings,
+            shadow_of=command.shadow_of,
+            start_from=command.start_from,
             scanned=self._book.position,
             created_at=command.created_at,
         )
@@ -107,15 +112,39 @@ class CommandHandler:
             if job.document is not None:
                 run.move_job(job_id, JobState.CANCELLED, message="the model was deleted")
         run.refuse_all(RejectionReason.MODEL_DELETED, "the model was deleted")
+        run.intent = run.rebasing = run.start_from = None
+        run.recovering = frozenset()
         run.set_status("deleted", None)
+        self._book.give_up(command.model_id)
 
-    def _cancel(self, command: CancelJob) -> None:
+    def _job(self, command: CancelJob | PauseJob | ResumeJob) -> None:
         run = self._book.runs.get(command.model_id)
-        job = None if run is None else run.jobs.get(command.job_id)
-        if run is None or job is None or job.document is None or job.document.state is not JobState.PENDING:
+        if run is None:
             return
-        run.move_job(command.job_id, JobState.CANCELLED, message="cancelled on request")
-        run.refuse_all(RejectionReason.JOB_CANCELLED, "the job was cancelled", job_id=command.job_id)
+        job = run.jobs.get(command.job_id)
+        state = None if job is None or job.document is None else job.document.state
+        match command:
+            case CancelJob():
+                run.cancel_job(command.job_id, "cancelled on request")
+            case PauseJob() if state in {JobState.PENDING, JobState.RUNNING}:
+                run.move_job(command.job_id, JobState.PAUSED, message="paused on request")
+            case ResumeJob() if state is JobState.PAUSED:
+                run.move_job(command.job_id, JobState.PENDING)
+            case _:
+                return
+        self._book.give_up(command.model_id, command.job_id)
+
+    def _resume(self, command: ResumeModel) -> None:
+        run = self._book.runs.get(command.model_id)
+        if run is None or run.status not in {"stopped", "diverged"}:
+            return
+        if (problem := problem_of(run.state.settings, self._settings.base_models)) is not None:
+            run.set_status("stopped", f"it was to be resumed, but {problem}")
+            return
+        if run.status == "diverged":
+            run.rebasing = run.status_detail or "diverged"
+        run.expire_lost = True
+        run.set_status("active", None)
 
 
 def problem_of(settings: ModelSettings, catalogue: Mapping[str, BaseModelEntry]) -> str | None:

@@ -63,6 +63,16 @@ class LaneIntake:
         self._commands = commands
         self._pool = pool
 
+    async def recover(self, run: ModelRun, records: Sequence[ConsumerRecord]) -> None:
+        """Put the pending groups of a committed state back into their buckets; the lane's position stays."""
+        routed = [self._route(record) for record in records]
+        results = iter(await self._admit([r.request for r in routed if r.request is not None]))
+        for item in routed:
+            if item.run is not None and item.request is not None:
+                self._apply(item.record, item.run, next(results))
+        run.recovering = frozenset()
+        self._book.note_news()
+
     async def take(self, records: Sequence[ConsumerRecord]) -> None:
         """Take a run of records in, in order."""
         if any(self._unknown(record) for record in records):
@@ -77,7 +87,6 @@ class LaneIntake:
             elif item.run is not None and item.request is not None:
                 self._apply(item.record, item.run, next(results))
             self._book.position = item.record.offset + 1
-        self._forget_recovered()
         self._book.note_news()
 
     def _unknown(self, record: ConsumerRecord) -> bool:
@@ -127,7 +136,7 @@ class LaneIntake:
             case Unreadable():
                 self._dead_letter(record, result.error())
             case TrainingJob():
-                run.open_job(result, record.offset)
+                run.open_job(result, record.offset, record.timestamp)
                 if run.status != "active" and result.job_id in run.jobs:
                     run.move_job(result.job_id, JobState.FAILED, message=_why_not(run)[1])
             case Refused():
@@ -175,11 +184,6 @@ class LaneIntake:
         # A former claim has written it if it stands below what was scanned then.
         if record.offset >= self._book.state.scanned:
             self._book.dead_letters.append(dead_letter(self._settings.topic_names, record, error, record.partition))
-
-    def _forget_recovered(self) -> None:
-        for run in self._book.runs.values():
-            if run.recovering:
-                run.recovering = frozenset(offset for offset in run.recovering if offset >= self._book.position)
 
 
 def _why_not(run: ModelRun) -> tuple[RejectionReason, str]:

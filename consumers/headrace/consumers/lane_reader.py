@@ -1,7 +1,7 @@
 """What a lane reads: its partition of `trajectory-groups` and of `commands`, through a consumer of its own.
 
-Guarantees: `read_committed`, records as bytes, in offset order, from the positions it was given; an offset that retention deleted
-raises `OffsetLostError` instead of jumping. Gives up: group membership; it uses `assign`.
+Guarantees: `read_committed`, records as bytes, in offset order, from the positions it was given; where retention has deleted what was to
+be read, it says so instead of jumping. Gives up: group membership; it uses `assign`.
 """
 
 import logging
@@ -58,11 +58,12 @@ class LaneReader:
         options: Client options.
         topics: Topic names.
         lane: Partition number.
+        groups_topic: Where the groups are, if not in `topics`: a shadow reads another worker group's.
     """
 
-    def __init__(self, options: ClientOptions, topics: Topics, lane: int) -> None:
+    def __init__(self, options: ClientOptions, topics: Topics, lane: int, groups_topic: str | None = None) -> None:
         self._options = options
-        self.groups = TopicPartition(topics.trajectory_groups, lane)
+        self.groups = TopicPartition(groups_topic or topics.trajectory_groups, lane)
         self.commands = TopicPartition(topics.commands, lane)
         self._consumer = AIOKafkaConsumer(
             **options,
@@ -73,23 +74,19 @@ class LaneReader:
             max_partition_fetch_bytes=8 * 1024 * 1024,
         )
 
-    async def start(self, groups_from: int, commands_from: int) -> None:
-        """Stand at the given offsets.
+    async def start(self, groups_from: int, commands_from: int) -> int:
+        """Stand at the given offsets; returns the offset of the first group that will be read.
 
-        Raises:
-            OffsetLostError: records from there on were deleted.
+        It is above `groups_from` where retention deleted records that nobody has read: the caller says whose loss that is.
         """
         await self._consumer.start()
         self._consumer.assign([self.groups, self.commands])
         beginnings = await self._consumer.beginning_offsets([self.groups, self.commands])
-        if beginnings[self.groups] > groups_from:
-            raise OffsetLostError(
-                f"{self.groups.topic} partition {self.groups.partition}: offset {groups_from} is needed but the log begins at "
-                f"{beginnings[self.groups]}; the records between were deleted by retention"
-            )
-        self._consumer.seek(self.groups, groups_from)
+        first = max(groups_from, beginnings[self.groups])
+        self._consumer.seek(self.groups, first)
         # Commands that retention deleted before anyone owned the lane are gone for every reader alike.
         self._consumer.seek(self.commands, max(commands_from, beginnings[self.commands]))
+        return int(first)
 
     async def read(self) -> tuple[Sequence[ConsumerRecord], Sequence[ConsumerRecord]]:
         """The next records as (commands, groups); both may be empty.
@@ -99,6 +96,10 @@ class LaneReader:
         """
         batches = await self._poll(self.commands, self.groups, timeout_ms=_POLL_MS)
         return batches.get(self.commands, ()), batches.get(self.groups, ())
+
+    async def position(self) -> int:
+        """Offset of the next record of the groups' topic, markers behind the last one passed."""
+        return int(await self._consumer.position(self.groups))
 
     async def read_commands_to_end(self) -> list[ConsumerRecord]:
         """All commands up to the end that was written when called."""

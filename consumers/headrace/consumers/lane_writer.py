@@ -60,8 +60,8 @@ class LaneWriter:
         """Fence the former owner. Returns when the epoch is ours."""
         await self._producer.start()
 
-    async def commit(self, records: Sequence[Outgoing], mark: int) -> None:
-        """Write all records and the low-water offset in one transaction.
+    async def commit(self, records: Sequence[Outgoing], mark: int) -> dict[str, int]:
+        """Write all records and the low-water offset in one transaction; returns the last offset written, by topic.
 
         Raises:
             FencedError: the lane has another owner.
@@ -70,14 +70,14 @@ class LaneWriter:
         try:
             # Not wait_for: until Python 3.12 it loses a cancellation that comes as the commit returns, and the lane would never end.
             async with deadline(self._timeout):
-                await self._commit(records, mark)
+                return await self._commit(records, mark)
         except (ProducerFenced, InvalidProducerEpoch) as error:
             raise FencedError(str(error)) from error
         except (KafkaError, TimeoutError, AssertionError) as error:
             # aiokafka answers some states after a fence with AssertionError; a commit has no time limit of its own.
             raise OutcomeUnknownError(f"{type(error).__name__}: {error}") from error
 
-    async def _commit(self, records: Sequence[Outgoing], mark: int) -> None:
+    async def _commit(self, records: Sequence[Outgoing], mark: int) -> dict[str, int]:
         await self._producer.begin_transaction()
         deliveries = [
             await self._producer.send(
@@ -87,10 +87,11 @@ class LaneWriter:
         ]
         # Not gather alone: a commit after a failed send returns cleanly and loses that record (rule 2). A failure leaves here
         # without a commit; the broker aborts when the next producer fences this one.
-        await asyncio.gather(*deliveries)
+        written = await asyncio.gather(*deliveries)
         # For lag tools only; correctness is the state in `models`.
         await self._producer.send_offsets_to_transaction({self._groups: mark}, self._group_id)
         await self._producer.commit_transaction()
+        return {delivery.topic: delivery.offset for delivery in written}
 
     async def stop(self) -> None:
         """Close the connection; an open transaction is left to the fencing of the next owner."""

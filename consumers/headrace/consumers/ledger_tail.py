@@ -42,24 +42,25 @@ async def records_since_snapshot(options: ClientOptions, topic: str, lane: int, 
         end = (await end_offsets(options, topic, [lane]))[lane]
         async with single_reader(options, where) as consumer:
             for step, bound in zip(steps, state.steps_since, strict=True):
-                found.append(await _first_of(consumer, where, state, step, bound, end))
+                found.append(await _first_of(consumer, state, step, range(bound, end)))
     return found
 
 
-async def _first_of(consumer: AIOKafkaConsumer, where: TopicPartition, state: ModelState, step: int, bound: int, end: int) -> StepRecord:
-    consumer.seek(where, bound)
+async def _first_of(consumer: AIOKafkaConsumer, state: ModelState, step: int, span: range) -> StepRecord:
+    (where,) = consumer.assignment()
+    consumer.seek(where, span.start)
     began = time.monotonic()
-    while await consumer.position(where) < end and time.monotonic() - began < _STALL_SECONDS:
+    while await consumer.position(where) < span.stop and time.monotonic() - began < _STALL_SECONDS:
         try:
             batches = await consumer.getmany(where, timeout_ms=POLL_MS)
         except OffsetOutOfRangeError:
             break
         for record in batches.get(where, ()):
-            if record.offset >= end or record.key != state.model_id.encode():
+            if record.offset >= span.stop or record.key != state.model_id.encode():
                 continue
             opened = open_record(record.value, header_text(record.headers), (StepRecord,))
             if isinstance(opened, StepRecord) and (opened.incarnation, opened.step) == (state.incarnation, step):
                 return opened
     raise OffsetLostError(
-        f"{where.topic} partition {where.partition} has no record of step {step} of {state.model_id} from offset {bound} on"
+        f"{where.topic} partition {where.partition} has no record of step {step} of {state.model_id} from offset {span.start} on"
     )

@@ -4,17 +4,19 @@ Guarantees: `state_at` is the state that a transaction may commit at any moment:
 reported with it, or pending. Gives up: any truth after a failed commit; the lane then throws its runs away and reads again (rule 5).
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from headrace.consumers.duplicates import DuplicateWindow
 from headrace.schemas.base import utc_now
-from headrace.schemas.events import GroupRejected, JobStateChanged, TrajectoryRejected
+from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, TrajectoryRejected
 from headrace.schemas.jobs import TRANSITIONS, JobDocument, JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
-from headrace.schemas.state import Intent, ModelState, OpenJob, Pending
+from headrace.schemas.state import Intent, ModelState, OpenJob, Pending, StartFrom
 from headrace.trainer.groups import RejectedTrajectory, TokenizedGroup
 
 ModelStatus = Literal["active", "deleted", "diverged", "stopped"]
@@ -22,6 +24,8 @@ CLOSED_JOBS = 256
 JOB_ID_BYTES = 200_000
 """Ids that the open jobs of one model may name: its state lists them and must fit into a record (rule 15)."""
 DETAIL_LIMIT = 1000
+REPORTED = 5_000
+"""Refusals that the report of one step lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,8 @@ class Waiting:
     """`ce_source` of its record."""
     timestamp_ms: int = -1
     """When the log took it; -1: not known."""
+    admitted_at: float = field(default_factory=time.monotonic, compare=False)
+    """Seconds by this process's clock: a linger counts from here."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,11 +60,26 @@ class ModelRun:
     rejected_trajectories: list[TrajectoryRejected] = field(default_factory=list)
     """Refused alone: the rest of the group went on."""
     job_events: list[JobStateChanged] = field(default_factory=list)
+    notices: list[ModelStatusChanged | Starved] = field(default_factory=list)
+    """What else subscribers should hear."""
+    refused_since: list[GroupRejected] = field(default_factory=list)
+    """Since the last step, committed or not: its report lists them."""
+    refused_trajectories_since: list[TrajectoryRejected] = field(default_factory=list)
+    refused_unlisted: int = 0
+    """Those beyond the lists' bound."""
     documents: dict[str, JobDocument] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
     status: ModelStatus = "active"
     status_detail: str | None = None
+    status_changes: int = 0
     intent: Intent | None = None
+    rebasing: str | None = None
+    start_from: StartFrom | None = None
+    cancelled_early: list[str] = field(default_factory=list)
+    lingered: bool = False
+    """The clock says that the stream's groups have waited long enough."""
+    expire_lost: bool = False
+    """An operator lets the model go on without the pending groups that are lost."""
     revision: int = 0
     """Goes up with everything that happens; a commit notes which revision it says."""
     said: int = 0
@@ -78,7 +99,11 @@ class ModelRun:
             closed=list(state.closed_jobs),
             status=state.status,
             status_detail=state.status_detail,
+            status_changes=state.status_changes,
             intent=state.intent,
+            rebasing=state.rebasing,
+            start_from=state.start_from,
+            cancelled_early=list(state.cancelled_early),
         )
 
     @property
@@ -92,8 +117,20 @@ class ModelRun:
         self.urgent = self.urgent or urgent
 
     def set_status(self, status: ModelStatus, detail: str | None) -> None:
-        """The model is deleted, stopped or diverged."""
-        self.status, self.status_detail = status, detail
+        """The model is deleted, stopped, diverged or active again."""
+        previous, self.status, self.status_detail = self.status, status, detail
+        self.status_changes += 1
+        self.notices.append(
+            ModelStatusChanged(
+                model_id=self.state.model_id,
+                incarnation=self.state.incarnation,
+                status=status,
+                previous=previous,
+                detail=detail,
+                policy_version=self.state.policy_version,
+                changes=self.status_changes,
+            )
+        )
         self.touch(urgent=True)
 
     @property
@@ -104,7 +141,7 @@ class ModelRun:
     @property
     def unreported(self) -> bool:
         """Whether subscribers wait for something that no step may come to carry."""
-        return bool(self.rejected or self.rejected_trajectories or self.job_events or self.documents or self.urgent)
+        return bool(self.rejected or self.rejected_trajectories or self.job_events or self.documents or self.notices or self.urgent)
 
     def handled(self, offset: int) -> bool:
         """Whether a committed state covers the record already (and it is not pending)."""
@@ -122,7 +159,7 @@ class ModelRun:
             self.reject_members(waiting, waiting.group.rejected)
         self.window.add(waiting.group.group_id)
         if waiting.job_id is not None and waiting.job_id not in self.jobs:
-            self.jobs[waiting.job_id] = OpenJob(job_id=waiting.job_id)
+            self.jobs[waiting.job_id] = OpenJob(job_id=waiting.job_id, since=_since(waiting.timestamp_ms))
         self.touch()
 
     def refuse(
@@ -137,18 +174,23 @@ class ModelRun:
     ) -> None:
         """Refuse a group: it leaves its bucket, and the next commit reports it."""
         self.waiting.pop(offset, None)
-        self.rejected.append(
-            GroupRejected(
-                model_id=self.state.model_id,
-                group_id=group_id,
-                job_id=job_id,
-                reason=reason,
-                detail=detail[:DETAIL_LIMIT],
-                trajectory=trajectory,
-                partition=self.lane,
-                offset=offset,
-            )
+        if self.intent is not None and offset in self.intent.offsets:
+            self.intent = None  # that batch will not be
+        event = GroupRejected(
+            model_id=self.state.model_id,
+            group_id=group_id,
+            job_id=job_id,
+            reason=reason,
+            detail=detail[:DETAIL_LIMIT],
+            trajectory=trajectory,
+            partition=self.lane,
+            offset=offset,
         )
+        self.rejected.append(event)
+        if len(self.refused_since) < REPORTED:
+            self.refused_since.append(event)
+        else:
+            self.refused_unlisted += 1
         # A duplicate is not the job's loss where the job has the group itself; where another job or the stream has it, nothing is to come.
         had = reason is RejectionReason.DUPLICATE and self._knows(job_id, group_id)
         if job_id is not None and job_id not in self.closed and not had:
@@ -164,9 +206,24 @@ class ModelRun:
         refused = job is not None and group_id in job.refused
         return refused or any(waiting.job_id == job_id and waiting.group.group_id == group_id for waiting in self.waiting.values())
 
-    def reject_members(self, waiting: Waiting, members: Iterable[RejectedTrajectory]) -> None:
-        """Refuse trajectories of a group that goes on without them; the next commit reports them."""
-        self.rejected_trajectories.extend(
+    def reject_members(self, waiting: Waiting, members: Iterable[RejectedTrajectory], *, listed: bool = False) -> None:
+        """Refuse trajectories of a group that goes on without them; the next commit reports them.
+
+        Args:
+            waiting: The group.
+            members: Who can't train.
+            listed: The report of the step that is committed with this has them already.
+        """
+        events = self.member_events(waiting, members)
+        self.rejected_trajectories.extend(events)
+        room = 0 if listed else max(0, REPORTED - len(self.refused_trajectories_since))
+        self.refused_trajectories_since.extend(events[:room])
+        self.refused_unlisted += 0 if listed else len(events[room:])
+        self.touch()
+
+    def member_events(self, waiting: Waiting, members: Iterable[RejectedTrajectory]) -> list[TrajectoryRejected]:
+        """What subscribers are told of members that can't train."""
+        return [
             TrajectoryRejected(
                 model_id=self.state.model_id,
                 group_id=waiting.group.group_id,
@@ -178,8 +235,7 @@ class ModelRun:
                 offset=waiting.offset,
             )
             for member in members
-        )
-        self.touch()
+        ]
 
     def refuse_all(self, reason: RejectionReason, detail: str, job_id: str | None = None) -> None:
         """Refuse the groups that wait: all, or those of one job."""
@@ -187,7 +243,7 @@ class ModelRun:
             if job_id is None or waiting.job_id == job_id:
                 self.refuse(offset=waiting.offset, group_id=waiting.group.group_id, job_id=waiting.job_id, reason=reason, detail=detail)
 
-    def open_job(self, record: TrainingJob, offset: int) -> None:
+    def open_job(self, record: TrainingJob, offset: int, timestamp_ms: int = -1) -> None:
         """Take a job's record; one that is known, or ended, is dropped (rule 17)."""
         known = self.jobs.get(record.job_id)
         if record.job_id in self.closed or (known is not None and known.record_offset is not None):
@@ -207,13 +263,47 @@ class ModelRun:
         listed = sum(len(group_id) for group_id in record.group_ids)
         too_many = self._job_id_bytes() + listed > JOB_ID_BYTES
         self.jobs[record.job_id] = OpenJob(
-            job_id=record.job_id, record_offset=offset, group_ids=record.group_ids, refused=refused, document=document
+            job_id=record.job_id,
+            record_offset=offset,
+            group_ids=record.group_ids,
+            refused=refused,
+            document=document,
+            since=(known.since if known is not None else None) or _since(timestamp_ms),
         )
         self._changed(document, previous=None, message=None)
         if too_many:
             message = f"the open jobs of this model name more than {JOB_ID_BYTES} bytes of group ids: send it again when some have ended"
             self.move_job(record.job_id, JobState.FAILED, message=f"backlog_full: {message}")
             self.refuse_all(RejectionReason.BACKLOG_FULL, message, record.job_id)
+        elif record.job_id in self.cancelled_early:
+            self.cancel_job(record.job_id, "cancelled on request, before its record came")
+
+    def cancel_job(self, job_id: str, message: str) -> None:
+        """Cancel an open job and refuse its groups; one whose record has not come is noted, and cancelled when it comes."""
+        job = self.jobs.get(job_id)
+        if job_id in self.closed:
+            return
+        if job is None or job.document is None:
+            if job_id not in self.cancelled_early:
+                self.cancelled_early = [*self.cancelled_early, job_id][-CLOSED_JOBS:]
+                self.touch()
+            return
+        self.cancelled_early = [early for early in self.cancelled_early if early != job_id]
+        self.move_job(job_id, JobState.CANCELLED, message=message)
+        self.refuse_all(RejectionReason.JOB_CANCELLED, "the job was cancelled", job_id)
+
+    def time_out(self, job_id: str, message: str) -> None:
+        """Give an incomplete job up and refuse its groups; one whose record never came is closed without a document."""
+        job = self.jobs[job_id]
+        if job.document is not None:
+            self.move_job(job_id, JobState.FAILED, message=message)
+        else:
+            del self.jobs[job_id]
+            self._close(job_id)
+        self.refuse_all(RejectionReason.JOB_TIMED_OUT, message, job_id)
+
+    def _close(self, job_id: str) -> None:
+        self.closed = [*self.closed, job_id][-CLOSED_JOBS:]
 
     def _job_id_bytes(self) -> int:
         return sum(len(name) for job in self.jobs.values() for name in (job.job_id, *job.group_ids, *job.refused))
@@ -229,13 +319,16 @@ class ModelRun:
         if document is None or to not in TRANSITIONS[document.state]:
             raise RuntimeError(f"job {job_id} can't go from {document and document.state} to {to}")
         now = utc_now()
-        stamp = {JobState.RUNNING: "started_at"}.get(to, "completed_at")
-        moved = document.model_copy(update={"state": to, "updated_at": now, "error_message": message, stamp: now, **fields})
+        stamps = {"started_at": now} if to is JobState.RUNNING else {} if TRANSITIONS[to] else {"completed_at": now}
+        changes = {"state": to, "updated_at": now, "error_message": message, "moves": document.moves + 1, **stamps, **fields}
+        moved = document.model_copy(update=changes)
         self.jobs[job_id] = job.model_copy(update={"document": moved})
         self._changed(moved, previous=document.state, message=message)
+        if self.intent is not None and self.intent.job_id == job_id and to is not JobState.RUNNING:
+            self.intent = None
         if not TRANSITIONS[to]:
             del self.jobs[job_id]
-            self.closed = [*self.closed, job_id][-CLOSED_JOBS:]
+            self._close(job_id)
 
     def _changed(self, document: JobDocument, *, previous: JobState | None, message: str | None) -> None:
         self.documents[document.job_id] = document
@@ -248,6 +341,7 @@ class ModelRun:
                 message=message,
                 num_sequences=document.num_sequences,
                 step=document.step,
+                moves=document.moves,
             )
         )
         self.touch()
@@ -267,7 +361,12 @@ class ModelRun:
                 "trajectory_refusals": counted(self.rejected_trajectories, self.state.trajectory_refusals),
                 "status": self.status,
                 "status_detail": self.status_detail,
+                "status_changes": self.status_changes,
                 "intent": self.intent,
+                "rebasing": self.rebasing,
+                "start_from": self.start_from,
+                "cancelled_early": tuple(self.cancelled_early),
+                "window_since": self.window.since_text(),
                 "updated_at": utc_now(),
                 **update,
             }
@@ -281,6 +380,7 @@ class ModelRun:
         rejected: int,
         rejected_trajectories: int,
         job_events: int,
+        notices: int = 0,
         documents: dict[str, JobDocument],
     ) -> None:
         """A transaction with this state is in: forget what it said, and only that, since more may have come meanwhile."""
@@ -290,9 +390,14 @@ class ModelRun:
         del self.rejected[:rejected]
         del self.rejected_trajectories[:rejected_trajectories]
         del self.job_events[:job_events]
+        del self.notices[:notices]
         for job_id, document in documents.items():
             if self.documents.get(job_id) is document:
                 del self.documents[job_id]
+
+
+def _since(timestamp_ms: int) -> datetime:
+    return utc_now() if timestamp_ms < 0 else datetime.fromtimestamp(timestamp_ms / 1000, UTC)
 
 
 def counted(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions
-from headrace.core.reading import latest_by_key, read_to_end
+from headrace.core.reading import end_offsets, latest_by_key, read_to_end
 from headrace.core.topic_admin import lane_count
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.state import LaneState, ModelState
@@ -26,6 +26,8 @@ class LaneMemory:
 
     lane: LaneState
     models: dict[str, ModelState]
+    ledger_end: int
+    """The end of the lane's `steps` as it was after fencing: the next record of ours stands there or later."""
 
 
 async def read_states(options: ClientOptions, topics: Topics, lane: int) -> LaneMemory:
@@ -51,4 +53,5 @@ async def read_states(options: ClientOptions, topics: Topics, lane: int) -> Lane
             f"the lane topics have {partitions} partitions, but lane {lane} was first claimed with {state.partitions}: keys hash to other "
             "lanes now. Partition counts are fixed at creation: restore the topics, or start a new topic prefix"
         )
-    return LaneMemory(lane=state, models=models)
+    ends = await end_offsets(options, topics.steps, [lane])
+    return LaneMemory(lane=state, models=models, ledger_end=ends[lane])

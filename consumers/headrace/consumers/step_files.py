@@ -7,19 +7,18 @@ durable and every manifest written last when `store_step` returns. Gives up: del
 
 import asyncio
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import orjson
 
-from headrace.core.store import ObjectStore, fetch_folder, store_folder
+from headrace.consumers.step_folders import KINDS, folder_key
+from headrace.core.store import ObjectStore, StoreError, read_manifest, store_folder
 from headrace.schemas.report import REPORT_FILE, ROWS_FILE, StepReport
 from headrace.schemas.weights import FolderKind, Manifest, WeightsRef
-from headrace.trainer.plan import StepResult
+from headrace.trainer.plan import StateKey, StepResult
 
 DUPLICATES_FILE = "duplicates.u64"
-STORED_AS: dict[FolderKind, str] = {"weights": "weights", "snapshot": "snapshots", "plots": "plots", "report": "reports"}
-"""The folder below `models/<id>/<incarnation>/` that each kind is stored in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +48,11 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
         HeadraceError: the store can't be reached, or refuses.
     """
     key = result.key
-    prefix = f"models/{key.model_id}/{key.incarnation}"
-    name = f"{key.step:08d}-{key.attempt}"
 
     def put(kind: FolderKind) -> tuple[Manifest, WeightsRef]:
         return store_folder(
             store,
-            f"{prefix}/{STORED_AS[kind]}/{name}",
+            folder_key(key, kind),
             out_dir / kind,
             kind=kind,
             model_id=key.model_id,
@@ -77,6 +74,38 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
     )
 
 
+async def store_snapshot(store: ObjectStore, folder: Path, key: StateKey, duplicates: bytes, attempt: str) -> WeightsRef:
+    """Store a state that was committed without one, as the snapshot of its step; the local folder is gone afterwards.
+
+    Args:
+        store: The object store.
+        folder: With the state.
+        key: Of the state.
+        duplicates: The duplicate window.
+        attempt: A fresh one, for the name: another owner may have tried this before.
+
+    Raises:
+        HeadraceError: the store can't be reached, or refuses.
+    """
+
+    def put() -> WeightsRef:
+        (folder / DUPLICATES_FILE).write_bytes(duplicates)
+        _, ref = store_folder(
+            store,
+            folder_key(replace(key, attempt=attempt), "snapshot"),
+            folder,
+            kind="snapshot",
+            model_id=key.model_id,
+            incarnation=key.incarnation,
+            step=key.step,
+            attempt=key.attempt or "",
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        return ref
+
+    return await asyncio.to_thread(put)
+
+
 def _lay_out(out_dir: Path, duplicates: bytes, report: StepReport) -> list[FolderKind]:
     """Put beside the rank's files what the rank does not know; returns the folders to store."""
     if (out_dir / "snapshot").is_dir():
@@ -87,17 +116,21 @@ def _lay_out(out_dir: Path, duplicates: bytes, report: StepReport) -> list[Folde
     rows = out_dir / "rows" / ROWS_FILE
     if rows.is_file():
         rows.rename(folder / ROWS_FILE)
-    return [kind for kind in STORED_AS if kind == "weights" or (out_dir / kind).is_dir()]
+    return [kind for kind in KINDS.values() if kind == "weights" or (out_dir / kind).is_dir()]
 
 
-async def load_duplicates(store: ObjectStore, snapshot: WeightsRef, into: Path) -> bytes:
-    """The duplicate window of a snapshot.
+async def load_duplicates(store: ObjectStore, snapshot: WeightsRef) -> bytes:
+    """The duplicate window of a snapshot; nothing else of it is read.
 
     Raises:
         HeadraceError: the snapshot is not there, or not what was committed.
     """
-    await asyncio.to_thread(fetch_folder, store, snapshot.uri, snapshot.digest, into)
-    try:
-        return await asyncio.to_thread((into / DUPLICATES_FILE).read_bytes)
-    finally:
-        await asyncio.to_thread(shutil.rmtree, into, ignore_errors=True)
+
+    def get() -> bytes:
+        manifest = read_manifest(store, snapshot.uri, snapshot.digest)
+        digests = {file.path: file.sha256 for file in manifest.files}
+        if DUPLICATES_FILE not in digests:
+            raise StoreError(f"{snapshot.uri} has no {DUPLICATES_FILE}: it is no snapshot of a worker")
+        return store.get_bytes(f"{store.resolve(snapshot.uri)}/{DUPLICATES_FILE}", sha256=digests[DUPLICATES_FILE])
+
+    return await asyncio.to_thread(get)

@@ -45,8 +45,8 @@ def build_report(
         rows: How many packed rows the ranks were asked to keep.
     """
     return StepReport(
-        model_id=plan.state.model_id,
-        incarnation=plan.state.incarnation,
+        model_id=result.key.model_id,
+        incarnation=result.key.incarnation,
         step=result.key.step,
         attempt=plan.attempt,
         lane=lane,

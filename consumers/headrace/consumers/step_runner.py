@@ -10,28 +10,29 @@ import logging
 import shutil
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.attempts import Attempts
-from headrace.consumers.catch_up import CatchUp, state_key
+from headrace.consumers.catch_up import CatchUp, ModelDivergedError, state_key
 from headrace.consumers.cut import Batch
 from headrace.consumers.kl_references import KlReferences, ReferenceMissingError
 from headrace.consumers.lane_commands import problem_of
 from headrace.consumers.model_run import ModelRun
 from headrace.consumers.rerun import StepReruns
-from headrace.consumers.step_files import store_step
+from headrace.consumers.step_files import store_snapshot, store_step
 from headrace.consumers.step_records import StepOutcome, committed_step
 from headrace.consumers.step_report import build_report
-from headrace.consumers.transaction import CommittedStep
+from headrace.consumers.transaction import CommittedStep, TakenSnapshot
 from headrace.consumers.world import StateNotHeldError, TrainerWorld
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
-from headrace.core.store import ObjectStore
+from headrace.core.store import DigestMismatchError, ObjectNotFoundError, ObjectStore
 from headrace.schemas.jobs import JobState
-from headrace.schemas.state import Rebased
+from headrace.schemas.state import Rebased, StepRecord
 from headrace.schemas.training import SftConfig, TrainConfig
+from headrace.schemas.weights import WeightsRef
 from headrace.trainer.options import merged_config, resolve
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
 from headrace.trainer.rank import RankDiedError, StepFailedError
@@ -85,7 +86,7 @@ class StepRunner:
         self._catch_up = CatchUp(options, settings.topic_names.steps, lane, world, reruns)
         self._work_dir = settings.worker.work_dir.absolute()
         self._failures: Counter[StateKey] = Counter()
-        self._attempts = Attempts(settings)
+        self.attempts = Attempts(settings)
 
     async def run(self, run: ModelRun, batch: Batch) -> CommittedStep:
         """Run the step; try again once.
@@ -111,6 +112,8 @@ class StepRunner:
                 result = await self._world.run(plan, snapshot)
                 timer.lap("in_world")
                 return await self._stored(run, batch, plan, result, timer)
+            except (ObjectNotFoundError, DigestMismatchError) as error:
+                raise ModelDivergedError(f"the snapshot of step {run.state.snapshot_step} can't be used: {error}") from error
             except StateNotHeldError as error:
                 logger.warning("%s: caught up once more", error)  # the world broke, or another's turn did, after it was caught up
             except (StepFailedError, RankDiedError) as error:
@@ -132,8 +135,9 @@ class StepRunner:
             HeadraceError: the store can't be reached, or has not what the state is to be copied from.
         """
         state = run.state
-        attempt = await self._attempts.new()
+        attempt = await self.attempts.new(state.model_id)
         becomes = StateKey(model_id=state.model_id, incarnation=state.incarnation, step=state.policy_version + 1, attempt=attempt)
+        snapshot: WeightsRef | None
         if (origin := run.start_from) is not None:
             begins = StateKey(model_id=origin.forked_from, incarnation=origin.incarnation, step=origin.step, attempt=origin.attempt)
             scalars, snapshot, cut, stopped = origin.scalars, origin.snapshot, "forked", None
@@ -168,7 +172,26 @@ class StepRunner:
             expected_digest=state.weights.digest,
             found_digest=step.record.weights.digest,
         )
-        return step.with_record(step.record.model_copy(update={"rebased": rebased}))
+        return replace(step, record=step.record.model_copy(update={"rebased": rebased}))
+
+    def committed(self, record: StepRecord) -> None:
+        """A step is committed: later ones may name its weights as their reference."""
+        self._references.note(record)
+
+    async def save(self, run: ModelRun) -> TakenSnapshot | None:
+        """Store a snapshot of the committed state, if this worker holds it and none is stored.
+
+        Raises:
+            HeadraceError: the ranks or the store could not.
+        """
+        key = state_key(run.state)
+        if run.state.snapshot_step == key.step or not self._world.holds(key):
+            return None
+        folder = self._work_dir / f"release-{key.model_id}-{key.step}"
+        await self._world.save(key, folder)
+        duplicates, window_ids = run.window.to_bytes(), run.window.since
+        ref = await store_snapshot(self._store, folder, key, duplicates, await self.attempts.new(key.model_id))
+        return TakenSnapshot(ref=ref, window_ids=window_ids)
 
     def _config(self, run: ModelRun, batch: Batch) -> TrainConfig:
         job = run.jobs.get(batch.job_id) if batch.job_id is not None else None
@@ -189,7 +212,7 @@ class StepRunner:
     async def _plan(self, run: ModelRun, batch: Batch, config: TrainConfig) -> StepPlan:
         state = run.state
         sft = self._sft(run, batch)
-        attempt = await self._attempts.new()
+        attempt = await self.attempts.new(state.model_id)
         options = resolve(config)
         reference = None
         if options.needs_reference and sft is None:
@@ -217,13 +240,14 @@ class StepRunner:
         # Both at one moment: the snapshot's window, and which of the ids since the last snapshot it holds.
         duplicates, window_ids = run.window.to_bytes(), run.window.since
         reported = (len(run.refused_since), len(run.refused_trajectories_since), run.refused_unlisted)
+        lost = [event for group in batch.lost for event in run.member_events(group.waiting, group.members)]
         report = build_report(
             plan=plan,
             batch=batch,
             result=result,
             lane=self._lane,
             refused=run.refused_since,
-            refused_trajectories=[*run.refused_trajectories_since, *lost_members(run, batch)],
+            refused_trajectories=[*run.refused_trajectories_since, *lost],
             unlisted=run.refused_unlisted,
             timings=timer.laps,
             rows=plan.report_rows,

@@ -7,18 +7,15 @@ release all lanes and end the rank before the process ends. Gives up: nothing ab
 
 import asyncio
 import logging
-import os
-import shutil
 import signal
 from functools import partial
-from pathlib import Path
 
 from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.balancer import Balancer
 from headrace.consumers.lane import Lane
+from headrace.consumers.work_folder import WorkFolder
 from headrace.consumers.world import TrainerWorld, WorldLostError
 from headrace.core.kafka import client_options
-from headrace.core.processes import runs
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
 from headrace.core.topic_admin import lane_count
@@ -27,7 +24,6 @@ from headrace.trainer.plan import BaseSource
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
-_WORK_PREFIX = "worker-"
 
 
 class Worker:
@@ -38,12 +34,11 @@ class Worker:
     """
 
     def __init__(self, settings: Settings) -> None:
-        # Workers of one machine may share a folder in their settings: each works in one of its own below it.
-        own = settings.worker.work_dir.absolute() / f"{_WORK_PREFIX}{os.getpid()}"
-        self._settings = settings.model_copy(update={"worker": settings.worker.model_copy(update={"work_dir": own})})
+        self._settings = settings
         self._store = open_store(settings.store.url, settings.s3)
         self._balancer = Balancer(settings)
         self._lanes: dict[int, asyncio.Task[None]] = {}
+        self._owners: dict[int, Lane] = {}
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -62,7 +57,10 @@ class Worker:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         count = await lane_count(client_options(self._settings.kafka, "headrace-worker"), self._settings.topic_names)
-        await asyncio.to_thread(make_work_dir, self._settings.worker.work_dir)
+        # Workers of one machine may share a folder in their settings: each works in one of its own below it.
+        folder = await asyncio.to_thread(WorkFolder, self._settings.worker.work_dir.absolute())
+        worker = self._settings.worker.model_copy(update={"work_dir": folder.path})
+        self._settings = self._settings.model_copy(update={"worker": worker})
         pool = AdmissionPool(self._settings)
         world = TrainerWorld(self._settings, self._store)
         if len(self._settings.base_models) == 1:
@@ -82,7 +80,7 @@ class Worker:
             await self._balancer.stop()
             await world.close()
             pool.close()
-            await asyncio.to_thread(shutil.rmtree, self._settings.worker.work_dir, ignore_errors=True)
+            await asyncio.to_thread(folder.remove)
         if world.lost.is_set():
             raise WorldLostError
 
@@ -93,18 +91,20 @@ class Worker:
 
     def _reconcile(self, pool: AdmissionPool, world: TrainerWorld) -> None:
         """Start what was given, cancel what is gone. What stays is not touched (rule 4)."""
-        wanted = frozenset() if self._stopping.is_set() else self._balancer.lanes
+        if self._stopping.is_set():
+            return
+        wanted = self._balancer.lanes
         for lane, task in list(self._lanes.items()):
             if lane not in wanted:
                 task.cancel()
             if task.done():
-                del self._lanes[lane]
+                del self._lanes[lane], self._owners[lane]
                 self._report(lane, task)
         for lane in wanted - self._lanes.keys():
             owner = Lane(lane, self._settings, store=self._store, pool=pool, world=world, wanted=partial(self._is_ours, lane))
             task = asyncio.create_task(owner.run(), name=f"lane-{lane}")
             task.add_done_callback(self._lane_ended)
-            self._lanes[lane] = task
+            self._lanes[lane], self._owners[lane] = task, owner
 
     def _is_ours(self, lane: int) -> bool:
         return lane in self._balancer.lanes
@@ -123,18 +123,14 @@ class Worker:
             logger.error("lane %d ended and will be claimed again: %r", lane, error, exc_info=error)
 
     async def _release_all(self) -> None:
-        """Cancel every lane until it has ended: a cancellation that a library loses is sent again."""
+        """Let every lane go in order, then cancel those that take too long until they have ended: a library may lose a cancellation."""
         running = {task for task in self._lanes.values() if not task.done()}
+        if running and self._stopping.is_set():
+            for owner in self._owners.values():
+                owner.leave()
+            # A step may take its time, and so may the snapshots after it.
+            _, running = await asyncio.wait(running, timeout=2 * self._settings.worker.release_seconds + _RETRY_SECONDS)
         while running:
             for task in running:
                 task.cancel()
             _, running = await asyncio.wait(running, timeout=_RETRY_SECONDS)
-
-
-def make_work_dir(own: Path) -> None:
-    """Make a worker's folder, and clear away those of workers that were killed."""
-    for folder in own.parent.glob(f"{_WORK_PREFIX}*"):
-        pid = folder.name.removeprefix(_WORK_PREFIX)
-        if pid.isdigit() and (folder == own or not runs(int(pid))):
-            shutil.rmtree(folder, ignore_errors=True)
-    own.mkdir(parents=True, exist_ok=True)

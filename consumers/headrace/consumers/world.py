@@ -63,6 +63,7 @@ class TrainerWorld:
         self._resident: StateKey | None = None
         self._parking = settings.worker.work_dir.absolute() / "parked"
         self._parked: dict[str, StateKey] = {}
+        self._forgetting: set[asyncio.Task[None]] = set()
 
     def _new_world(self) -> RankWorld:
         ranks = RankWorld(self._shape, launched=self._launched)
@@ -133,8 +134,13 @@ class TrainerWorld:
             else:
                 raise StateNotHeldError(f"{state} is not held here")
 
-    async def forget(self, model_ids: Collection[str]) -> None:
-        """Free the memory and the disk of models whose lane is another worker's now, or that are deleted."""
+    def forget(self, model_ids: Collection[str]) -> None:
+        """Free the memory and the disk of models whose lane is given up; done when the device's turn allows it."""
+        task = asyncio.create_task(self._forget(frozenset(model_ids)))
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+
+    async def _forget(self, model_ids: frozenset[str]) -> None:
         async with self._turn:
             for model_id in model_ids:
                 if (parked := self._parked.pop(model_id, None)) is not None:
@@ -195,6 +201,8 @@ class TrainerWorld:
 
     async def close(self) -> None:
         """End the ranks."""
+        for task in self._forgetting:
+            task.cancel()
         if not self._launched:  # there, rank 0 must say goodbye to those that it did not start
             self._ranks.kill()
         await asyncio.to_thread(self._ranks.close)

@@ -45,7 +45,7 @@ async def fetch_offsets(options: ClientOptions, topic: str, partition: int, offs
             for run in _runs([offset for offset in wanted if first <= offset < end]):
                 await _read_run(consumer, where, run, found)
     if missing := [offset for offset in wanted if offset not in found]:
-        raise OffsetLostError(_gone(where, missing, first))
+        raise OffsetLostError(_gone(where, missing, first), tuple(missing))
     return found
 
 

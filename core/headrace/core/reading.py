@@ -30,7 +30,12 @@ STALL_SECONDS = 120.0
 
 
 class OffsetLostError(HeadraceError):
-    """Records that are needed were deleted (retention); names the topic, the partition and both offsets."""
+    """Records that are needed were deleted (retention); names the topic, the partition and the offsets."""
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+        """Offsets that are gone, where single ones were asked for."""
 
 
 class ReadStalledError(HeadraceError):

@@ -124,6 +124,8 @@ class WorkerSettings(_Section):
     """A job that lacks groups so long after its first record came fails."""
     starved_after_seconds: float = Field(default=300, gt=0)
     """A model without a step for so long is reported as starved."""
+    release_seconds: float = Field(default=20, ge=0)
+    """A worker that is asked to end lets a running step end and stores a snapshot, for so long at most."""
     report_rows: RowsKept = "none"
     """How many of a step's packed rows (tokens, mask, advantages, ratios) are kept in its report; `sample`: 8."""
     shadow_prefix: str | None = Field(default=None, pattern=r"^[a-zA-Z0-9._-]*$", max_length=200)

@@ -80,6 +80,8 @@ class JobStateChanged(Record):
     message: str | None = None
     num_sequences: int | None = None
     step: int | None = None
+    moves: int = 0
+    """As in the job's document."""
     changed_at: datetime = Field(default_factory=utc_now)
 
 
@@ -92,14 +94,23 @@ class ModelStatusChanged(Record):
     previous: str
     detail: str | None = None
     policy_version: int
+    changes: int
+    """Status changes of this incarnation so far."""
     changed_at: datetime = Field(default_factory=utc_now)
 
 
 class Starved(Record):
-    """A model had no trainable group for a while; counts of refusals by reason since the last step."""
+    """A model had no step for a while; counts of refusals by reason since the last one say why.
+
+    Said once for each stretch without a step, and again as long as more is refused.
+    """
 
     model_id: str
+    policy_version: int = 0
+    pending: int = 0
+    """Groups that wait for more of their bucket."""
     seconds: float
+    """Since the last step, or since this worker took the lane over."""
     refusals: dict[RejectionReason, int]
     noticed_at: datetime = Field(default_factory=utc_now)
 

@@ -73,5 +73,7 @@ class JobDocument(Record):
     metrics: dict[str, float] = Field(default_factory=dict)
     error_message: str | None = None
     accelerator_seconds: dict[str, float] = Field(default_factory=dict)
+    moves: int = 0
+    """State changes so far: tells a second pause from the first."""
     commands_through: int = 0
     """Commands of this lane below this offset are folded in; GET folds later ones over the document."""

@@ -46,6 +46,8 @@ class Intent(Record):
     reason: str
     """`linger`: a clock made the cut; `job`: a job's step is about to run; `attempt`: the owner before did not end cleanly."""
     job_id: str | None = None
+    cut: str = "job"
+    """What made the cut, as the ledger will say it."""
     attempts: int = 1
     """How often a worker has begun this step since it was noted."""
 
@@ -90,6 +92,7 @@ class ModelState(Record):
     status: Literal["active", "deleted", "diverged", "stopped"] = "active"
     """`stopped`: its settings can't be trained here; `status_detail` says why. Only an active model trains."""
     status_detail: str | None = None
+    status_changes: int = 0
     account: str
     project: str
     name: str

@@ -1,0 +1,66 @@
+"""The lane's commits, one at a time: all news of its memory, as one transaction.
+
+Guarantees: what a commit said, memory knows as said, and nothing else; commits of one lane do not overlap. Gives up: anything after a
+commit that did not return cleanly; the lane's memory is void then.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+from headrace.consumers.lane_book import LaneBook
+from headrace.consumers.lane_writer import LaneWriter
+from headrace.consumers.transaction import CommittedStep, TakenSnapshot, build
+from headrace.schemas.topics import Topics
+
+
+class LaneCommitter:
+    """Commits for one owner of a lane.
+
+    Args:
+        book: The lane's memory.
+        writer: Its transactional producer.
+        topics: Topic names.
+        source: `ce_source` of the records.
+    """
+
+    def __init__(self, book: LaneBook, writer: LaneWriter, topics: Topics, source: str) -> None:
+        self._book = book
+        self._writer = writer
+        self._topics = topics
+        self._source = source
+        self._one_at_a_time = asyncio.Lock()
+
+    async def commit(
+        self, step: CommittedStep | None = None, *, snapshots: Mapping[str, TakenSnapshot] | None = None, clean: bool = False
+    ) -> None:
+        """Commit all news, and the step.
+
+        Args:
+            step: That has run.
+            snapshots: Of committed states, by model id.
+            clean: The lane is given up in order with this.
+
+        Raises:
+            FencedError, OutcomeUnknownError: memory is void.
+        """
+        book = self._book
+        async with self._one_at_a_time:
+            transaction = build(
+                topics=self._topics,
+                source=self._source,
+                lane=book.state,
+                position=book.position,
+                runs=book.runs.values(),
+                dead_letters=book.dead_letters,
+                ledger_end=book.ledger_end,
+                step=step,
+                snapshots=snapshots,
+                clean=clean,
+            )
+            written = await self._writer.commit(transaction.records, transaction.lane.mark)
+            transaction.apply()
+            del book.dead_letters[: transaction.dead_letters]
+            # Commands may have been applied while the commit was on its way: their position stays ours.
+            book.state = transaction.lane.model_copy(update={"commands_through": book.state.commands_through})
+            if step is not None:
+                book.ledger_end = written[self._topics.steps] + 1

@@ -1,0 +1,209 @@
+"""The lane's steps, one after another: the complete batch that has waited longest, its intent, its step, its commit.
+
+Guarantees: what a clock decided, and a batch that may have ended the worker before, is an intent in the log before its step runs
+(exactly-once rules 9 and 10); a step whose job or model was given up meanwhile is not committed; a model whose state can't be had again is
+stopped as diverged, and the others go on. Gives up: steps of one lane side by side.
+"""
+
+import asyncio
+import logging
+
+from headrace.consumers.catch_up import ModelDivergedError
+from headrace.consumers.cut import Batch, next_batch
+from headrace.consumers.lane_book import LaneBook, RunningStep
+from headrace.consumers.lane_committer import LaneCommitter
+from headrace.consumers.model_run import ModelRun
+from headrace.consumers.snapshots import SnapshotKeeper
+from headrace.consumers.step_runner import BatchGivenUpError, StepRunner, finish_job
+from headrace.consumers.transaction import CommittedStep
+from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError
+from headrace.schemas.jobs import JobState
+from headrace.schemas.reasons import RejectionReason
+from headrace.schemas.state import Intent
+from headrace.trainer.rank import RankDiedError, StepFailedError
+
+logger = logging.getLogger(__name__)
+
+
+class LaneTraining:
+    """Trains what the lane's buckets hold.
+
+    Args:
+        book: The lane's memory.
+        committer: Commits it.
+        steps: Runs steps.
+        keeper: Deletes old snapshots.
+        max_attempts: `worker.max_step_attempts`.
+    """
+
+    def __init__(self, book: LaneBook, committer: LaneCommitter, steps: StepRunner, keeper: SnapshotKeeper, max_attempts: int) -> None:
+        self._book = book
+        self._committer = committer
+        self._steps = steps
+        self._keeper = keeper
+        self._max_attempts = max_attempts
+        self._proven: set[str] = set()
+        self._deleting: set[asyncio.Task[None]] = set()
+        self.leaving = False
+        """No step is begun any more."""
+        self.stepping = False
+        """Whether a step runs."""
+
+    async def run(self) -> None:
+        """Train until the lane leaves, or the task is cancelled."""
+        try:
+            while not self.leaving:
+                await self._book.changed.wait()
+                self._book.changed.clear()
+                while not self.leaving and (found := self._next()) is not None:
+                    self.stepping = True
+                    run, batch = found
+                    await (self._begin_anew(run) if batch is None else self._step(run, batch))
+                    self.stepping = False
+                self._book.note_unreported()  # the cut may have refused groups
+        finally:
+            for task in self._deleting:
+                task.cancel()
+
+    def leave(self) -> None:
+        """Begin no step any more; `run` returns after the one that runs."""
+        self.leaving = True
+        self._book.changed.set()
+
+    def _next(self) -> tuple[ModelRun, Batch | None] | None:
+        """A model that begins anew, else the complete batch that has waited longest, of all models."""
+        for run in self._book.runs.values():
+            if run.status == "active" and (run.rebasing is not None or run.start_from is not None):
+                return run, None
+        ready = [(run, batch) for run in self._book.runs.values() if (batch := next_batch(run)) is not None]
+        return min(ready, key=lambda pair: pair[1].completed_at, default=None)
+
+    async def _step(self, run: ModelRun, batch: Batch) -> None:
+        if not await self._begin(run, batch):
+            return
+        try:
+            step = await self._running(run, batch)
+        except BatchGivenUpError as error:
+            self._give_up(run, batch, str(error))
+            await self._committer.commit()
+            return
+        except ModelDivergedError as error:
+            await self._diverged(run, batch, str(error))
+            return
+        if step is None or not _wanted(run, batch):
+            logger.info("step %d of %s is not wanted any more", run.state.policy_version + 1, run.state.name)
+            return
+        # No await from here to the commit's own list: a commit in between would say these things without the step.
+        for lost in batch.lost:
+            run.reject_members(lost.waiting, lost.members, listed=True)
+        finish_job(run, step)
+        await self._commit(run, step)
+
+    async def _commit(self, run: ModelRun, step: CommittedStep) -> None:
+        await self._committer.commit(step)
+        self._proven.add(run.state.model_id)
+        self._steps.committed(step.record)
+        if step.snapshot is not None:
+            deleting = asyncio.create_task(self._keeper.committed(run.state))
+            self._deleting.add(deleting)
+            deleting.add_done_callback(self._deleting.discard)
+        record = step.record
+        logger.info(
+            "step %d of %s: %d groups, loss %s, %.3f s", record.step, run.state.name, record.groups, record.loss, step.completed.seconds
+        )
+
+    async def _begin(self, run: ModelRun, batch: Batch) -> bool:
+        """Commit the intent where one is needed; False: the batch is given up."""
+        number = run.state.policy_version + 1
+        before = run.intent if run.intent is not None and run.intent.step == number else None
+        suspect = self._book.unclean and run.state.model_id not in self._proven
+        attempts = 0 if before is None else before.attempts
+        if suspect and attempts >= self._max_attempts:
+            message = f"its step has ended the worker {attempts} times (worker.max_step_attempts)"
+            self._give_up(run, batch, message)
+            await self._committer.commit()
+            return False
+        starts = batch.job_id is not None and _state_of(run, batch.job_id) is JobState.PENDING
+        if not (starts or suspect or (before is None and batch.cut == "linger")):
+            return True
+        run.intent = Intent(
+            step=number,
+            offsets=tuple(waiting.offset for waiting in batch.groups),
+            reason="linger" if batch.cut == "linger" else "attempt" if batch.job_id is None else "job",
+            job_id=batch.job_id,
+            cut=batch.cut,
+            attempts=attempts + 1 if suspect or starts else attempts,
+        )
+        run.touch()
+        if starts:
+            # RUNNING is committed before the step, with the intent: what subscribers see never runs ahead of the log (design 12).
+            run.move_job(str(batch.job_id), JobState.RUNNING)
+        await self._committer.commit()
+        self._proven.add(run.state.model_id)
+        return _wanted(run, batch)
+
+    async def _running(self, run: ModelRun, batch: Batch) -> CommittedStep | None:
+        """Run the step as a task that a command may end; None: one did."""
+        task = asyncio.create_task(self._steps.run(run, batch), name=f"step-{run.state.name}")
+        offsets = frozenset(waiting.offset for waiting in batch.groups)
+        self._book.running = RunningStep(model_id=run.state.model_id, job_id=batch.job_id, offsets=offsets, task=task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise  # the lane itself is given up
+            return None
+        finally:
+            self._book.running = None
+
+    async def _begin_anew(self, run: ModelRun) -> None:
+        why = "be resumed" if run.start_from is None else f"begin from {run.start_from.snapshot.uri}"
+        try:
+            step = await self._steps.begin_anew(run)
+        except (ModelDivergedError, ObjectNotFoundError, DigestMismatchError, InvalidKeyError, StepFailedError, RankDiedError) as error:
+            text = str(error).strip().splitlines()
+            detail = f"it can't {why}: {text[-1] if text else error!r}"
+            forked = run.start_from is not None
+            run.rebasing = run.start_from = None
+            run.set_status("stopped" if forked else "diverged", detail)
+            await self._committer.commit()
+            return
+        if run.status == "active" and (run.rebasing is not None or run.start_from is not None):
+            await self._commit(run, step)
+
+    async def _diverged(self, run: ModelRun, batch: Batch, detail: str) -> None:
+        logger.error("%s has diverged: %s", run.state.name, detail)
+        run.intent = None
+        if batch.job_id is not None and batch.job_id in run.jobs and _state_of(run, batch.job_id) is not JobState.PAUSED:
+            run.move_job(batch.job_id, JobState.FAILED, message=f"the model has diverged: {detail}")
+            run.refuse_all(RejectionReason.MODEL_STOPPED, f"the model has diverged: {detail}", batch.job_id)
+        run.set_status("diverged", detail)
+        await self._committer.commit()
+
+    def _give_up(self, run: ModelRun, batch: Batch, message: str) -> None:
+        for waiting in batch.groups:
+            run.refuse(
+                offset=waiting.offset,
+                group_id=waiting.group.group_id,
+                job_id=batch.job_id,
+                reason=RejectionReason.STEP_FAILED,
+                detail=message,
+            )
+        if batch.job_id is not None and batch.job_id in run.jobs:
+            run.move_job(batch.job_id, JobState.FAILED, message=message)
+        run.intent = None
+        run.lingered = False
+        run.touch()
+
+
+def _wanted(run: ModelRun, batch: Batch) -> bool:
+    """Whether nothing happened meanwhile that takes the batch away: a deletion, a cancellation, a pause."""
+    if run.status != "active" or any(waiting.offset not in run.waiting for waiting in batch.groups):
+        return False
+    return batch.job_id is None or _state_of(run, batch.job_id) is JobState.RUNNING
+
+
+def _state_of(run: ModelRun, job_id: str) -> JobState | None:
+    job = run.jobs.get(job_id)
+    return None if job is None or job.document is None else job.document.state
