@@ -73,7 +73,7 @@ async def collect(settings: Settings, store: ObjectStore, owner: Owner, states: 
 
 async def attempts(settings: Settings, count: int) -> list[str]:
     made = Attempts(settings)
-    return [await made.new() for _ in range(count)]
+    return [await made.new("m") for _ in range(count)]
 
 
 async def test_rule_14_what_no_step_committed_goes_and_what_one_did_stays(settings: Settings, store: ObjectStore, m: str) -> None:

@@ -24,6 +24,8 @@ class Attempts:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._origin: str | None = None
+        self.latest: dict[str, str] = {}
+        """By model id: what runs, or is being stored or committed, is among these."""
 
     async def origin(self) -> str:
         """Eight hex digits; the cluster is asked for its id once.
@@ -36,6 +38,8 @@ class Attempts:
             self._origin = hashlib.sha256(f"{cluster}/{self._settings.worker_group_id}".encode()).hexdigest()[:8]
         return self._origin
 
-    async def new(self) -> str:
-        """A fresh attempt. Raises as `origin`."""
-        return f"{await self.origin()}{str(uuid.uuid4())[8:]}"
+    async def new(self, model_id: str) -> str:
+        """A fresh attempt at a step of a model, or at storing a state of it. Raises as `origin`."""
+        attempt = f"{await self.origin()}{str(uuid.uuid4())[8:]}"
+        self.latest[model_id] = attempt
+        return attempt
