@@ -86,11 +86,12 @@ def test_a_step_is_shown_with_its_report(cli: Headrace, recorded: Recorded):
     out = cli("inspect", "solver", "3").out
     said = dict(re.findall(r"^  (\S.*?) {2,}(.+?) *$", out, re.MULTILINE))
     assert said["version"] == "2 → 3"
-    assert said["groups"] == f"1, at offsets {recorded.offsets['g3']} of lane {recorded.steps[2].lane}"
+    assert said["groups"] == f"1, at offset {recorded.offsets['g3']} of lane {recorded.steps[2].lane}"
     assert (said["job"], said["loss"], said["attempt"]) == ("job-7", "-0.125", "attempt-3")
     assert (said["learning_rate"], said["ppo"]) == ("0.0001", "True")
     assert "epsilon" not in said
     assert said["torch"] == "2.9.0"
+    assert out.split("\nmetrics\n")[1].split()[:6] == ["tokens", "96", "reward_mean", "0.5", "lag_mean", "0.25"]
     made = recorded.steps[2]
     assert said["weights"] == f"{made.weights.digest}  {made.weights.uri}"
     assert "snapshot" not in said

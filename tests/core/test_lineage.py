@@ -175,11 +175,13 @@ async def test_a_pending_group_waits_in_its_bucket(settings: Settings, store: Fi
     assert (found.status, found.waiting, found.trained, found.versions) == ("waiting", pending[1], None, ())
 
 
-async def test_a_group_that_no_owner_has_read_yet_is_told_from_one_that_was_never_sent(settings: Settings, store: FileStore, model: str):
-    read, unread = await write(settings, [group("read"), group("unread", "job-1")], key=model)
+async def test_a_group_that_no_owner_has_committed_anything_about_is_told_from_one_that_was_never_sent(
+    settings: Settings, store: FileStore, model: str
+):
+    read, sent = await write(settings, [group("read"), group("sent", "job-1")], key=model)
     lineage = Lineage(settings, store, model, state(model, scanned=read + 1), [])
-    found = await lineage.group("unread")
-    assert (found.status, found.waiting) == ("unread", Pending(offset=unread, job_id="job-1"))
+    found = await lineage.group("sent")
+    assert (found.status, found.waiting) == ("sent", Pending(offset=sent, job_id="job-1"))
     # Below `scanned`, not pending, not trained, not refused: it was a dead letter, or another model's.
     assert (await lineage.group("read")).status == "unknown"
 

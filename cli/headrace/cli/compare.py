@@ -1,6 +1,7 @@
 """`headrace compare A B`: two models side by side, as a model and its shadow."""
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -52,6 +53,16 @@ def compare(  # noqa: PLR0917 - typer passes them by name
     if as_json:
         typer.echo(orjson.dumps({"a": of_a.view.model_id, "b": of_b.view.model_id, "settings": settings, "side_by_side": found}))
         return
+    # An option of the model that its steps all ran with has been said.
+    said = {(each.name.removeprefix("train."), repr((each.a, each.b))) for each in settings}
+    found = replace(
+        found,
+        config=tuple(
+            each
+            for each in found.config
+            if each.steps is not None or (each.name.removeprefix("config."), repr((each.a, each.b))) not in said
+        ),
+    )
     names = (of_a.view.name, of_b.view.name) if of_a.view.name != of_b.view.name else (f"A {of_a.view.name}", f"B {of_b.view.name}")
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if settings:

@@ -81,7 +81,9 @@ def _print_record(console: "Console", record: "StepRecord") -> None:
             "version": f"{record.policy_version_before} → {record.policy_version_after}",
             "cut": record.cut,
             "job": record.job_id,
-            "groups": f"{record.groups}, at offsets {offsets} of lane {record.lane}" if record.groups else "0",
+            "groups": f"{record.groups}, at offset{'s' if record.groups > 1 else ''} {offsets} of lane {record.lane}"
+            if record.groups
+            else "0",
             "refused": counts(record.refusals),
             "trajectories refused": counts(record.trajectory_refusals),
             "updates": record.updates,
@@ -98,7 +100,7 @@ def _print_record(console: "Console", record: "StepRecord") -> None:
     _section(console, "config (what is not named is at its default)", said or {"all": "at its default"})
     if record.sft is not None:
         _section(console, "supervised", record.sft.model_dump(mode="json"))
-    _section(console, "metrics", {name: number(value) for name, value in record.metrics.items()})
+    _print_metrics(console, record)
     before, after = record.scalars_before.model_dump(mode="json"), record.scalars.model_dump(mode="json")
     _section(console, "scalars", {name: f"{_plain(before[name])} → {_plain(after[name])}" for name in after if before[name] != after[name]})
     _section(console, "digests", {"config": record.config_digest, "plan": record.plan_digest})
@@ -106,6 +108,22 @@ def _print_record(console: "Console", record: "StepRecord") -> None:
         if (ref := getattr(record, name)) is not None:
             _fields(console, {name: f"{ref.digest}  {ref.uri}"})
     _section(console, "fingerprint", record.fingerprint.model_dump(mode="json"))
+
+
+def _print_metrics(console: "Console", record: "StepRecord") -> None:
+    """In three columns: there are many."""
+    from rich.table import Table  # noqa: PLC0415
+
+    from headrace.cli.figures import number  # noqa: PLC0415
+
+    if not record.metrics:
+        return
+    console.print("\nmetrics", style="bold")
+    table = Table.grid(padding=(0, 2))
+    cells = [cell for name, value in record.metrics.items() for cell in (name, number(value))]
+    for at in range(0, len(cells), 6):
+        table.add_row("", *cells[at : at + 6])
+    console.print(table)
 
 
 def _print_report(console: "Console", record: "StepRecord", report: "StepReport") -> None:

@@ -186,8 +186,9 @@ def _sentence(went: "GroupLineage") -> str:
             )
         case "waiting" if went.waiting is not None:
             return f"{went.group_id} waits at offset {went.waiting.offset}, in the bucket of {bucket}"
-        case "unread" if went.waiting is not None:
-            return f"{went.group_id} stands at offset {went.waiting.offset}, for {bucket}; no worker has read it yet"
+        case "sent" if went.waiting is not None:
+            beyond = "beyond what its owner has committed: it waits for more groups, or no worker has read it yet"
+            return f"{went.group_id} stands at offset {went.waiting.offset}, for {bucket}, {beyond}"
         case "refused":
             return f"{went.group_id} was refused"
     missing = (

@@ -48,8 +48,8 @@ class GroupLineage:
     """What became of a group. It may have been refused and sent again: then both are told."""
 
     group_id: str
-    status: Literal["trained", "waiting", "refused", "unread", "unknown"]
-    """`unread`: it stands in the log, and no worker has read it yet."""
+    status: Literal["trained", "waiting", "refused", "sent", "unknown"]
+    """`sent`: it stands in the log beyond what its owner has committed: it waits for more groups, or no worker has read it yet."""
     trained: StepRecord | None
     """The step that trained on it."""
     group: ReportedGroup | None
@@ -57,7 +57,7 @@ class GroupLineage:
     versions: tuple[int, ...]
     """That it influenced."""
     waiting: Pending | None
-    """Also of an unread group: its offset."""
+    """Also of a group that is only `sent`: its offset."""
     refusals: tuple[GroupRejected, ...]
     trajectories_refused: tuple[TrajectoryRejected, ...]
     """Refused alone, the rest of the group went on."""
@@ -123,30 +123,30 @@ class Lineage:
         if found is None:
             silent = [record for record, report in zip(self._records, reports, strict=True) if not isinstance(report, StepReport)]
             found, unsearched = await self._search_log(silent, group_id)
-        waiting = unread = None
+        waiting = sent = None
         if found is None:
             waiting = await self._waiting(group_id)
         if found is None and waiting is None and not refusals:
             of_events, lost_of_events = await self._refused(group_id)
             refusals |= of_events
             lost |= lost_of_events
-            unread = None if refusals else await self._unread(group_id)
-        status: Literal["trained", "waiting", "refused", "unread", "unknown"] = "unknown"
+            sent = None if refusals else await self._sent(group_id)
+        status: Literal["trained", "waiting", "refused", "sent", "unknown"] = "unknown"
         if found is not None:
             status = "trained"
         elif waiting is not None:
             status = "waiting"
         elif refusals:
             status = "refused"
-        elif unread is not None:
-            status = "unread"
+        elif sent is not None:
+            status = "sent"
         return GroupLineage(
             group_id=group_id,
             status=status,
             trained=None if found is None else found[0],
             group=None if found is None else found[1],
             versions=() if found is None else influenced(self._records, found[0]),
-            waiting=waiting or unread,
+            waiting=waiting or sent,
             refusals=tuple(refusals.values()),
             trajectories_refused=tuple(lost.values()),
             unsearched=tuple(unsearched),
@@ -188,8 +188,8 @@ class Lineage:
             return None
         return next((offsets[offset] for offset, group in groups.items() if group.group_id == group_id), None)
 
-    async def _unread(self, group_id: str) -> Pending | None:
-        """In the log beyond what the owner has read."""
+    async def _sent(self, group_id: str) -> Pending | None:
+        """In the log beyond what the owner has committed."""
         if self._state is None:
             return None
         batches = stream_to_end(self._options, self._groups, [await self._lane()])
