@@ -1,26 +1,36 @@
 """Decoding and tokenizing, in a process of its own: nothing that a record holds can stall or kill the event loop.
 
+Plain groups, which need no tokenizer, are read here (`plain_groups.py`): to hand them over and back costs more than to read them.
 Guarantees: one answer for each request, in order; bytes that crash the process, or keep it busy beyond a bound, cost that process and are
-refused alone, the records around them are admitted. Gives up: parallelism beyond one process; admission keeps the log's order.
+refused alone, the records around them are admitted; the loop gets its turn every few milliseconds. Gives up: parallelism beyond one
+process; admission keeps the log's order.
 """
 
 import asyncio
 import ctypes
 import multiprocessing
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import orjson
 
-from headrace.consumers.admission import NOTED_BYTES, AdmissionRequest, AdmissionResult, Noted, Refused
+from headrace.consumers.admission import NOTED_BYTES, AdmissionRequest, AdmissionResult, Admitted, Noted, Refused
+from headrace.consumers.plain_groups import admit_plain, plain_size
+from headrace.core.errors import HeadraceError
 from headrace.core.processes import die_with
 from headrace.core.settings import Settings
 from headrace.schemas.reasons import RejectionReason
+from headrace.trainer.lengths import BaseLimits
+from headrace.trainer.plan import BaseSource
 
 RECORD_SECONDS = 120.0
 """Processor time of one record, many times what the largest takes. What Python can stop has a bound of its own (`template_bound.py`)."""
+
+_SLICE_SECONDS = 0.004
+"""Plain groups are read so long before the loop gets its turn."""
 
 
 class AdmissionPool:
@@ -37,6 +47,8 @@ class AdmissionPool:
         # Not the executor's: it outlives the process that writes into it.
         self._noted: Noted = multiprocessing.get_context("spawn").RawArray(ctypes.c_char, NOTED_BYTES)
         self._executor = self._start()
+        self._limits: dict[BaseSource, BaseLimits] = {}
+        """Of the base models, as the process read them."""
         self._lock = asyncio.Lock()
 
     def _start(self) -> ProcessPoolExecutor:
@@ -54,14 +66,42 @@ class AdmissionPool:
         Raises:
             HeadraceError: the object store can't be reached; nothing was decided, ask again.
         """
-        if not requests:
-            return []
         async with self._lock:
+            answers = await self._plain(requests)
+            left = [request for request, answer in zip(requests, answers, strict=True) if answer is None]
+            others = iter(await self._by_process(left) if left else ())
+            return [next(others) if answer is None else answer for answer in answers]
+
+    async def _plain(self, requests: Sequence[AdmissionRequest]) -> list[Admitted | None]:
+        """The groups that are plain; None for each other record."""
+        answers: list[Admitted | None] = []
+        began = time.perf_counter()
+        for request in requests:
+            limits = await self._limits_of(request.base) if request.base is not None and plain_size(request) else None
+            answers.append(None if limits is None else admit_plain(request, limits))
+            if time.perf_counter() - began > _SLICE_SECONDS:
+                await asyncio.sleep(0)
+                began = time.perf_counter()
+        return answers
+
+    async def _limits_of(self, base: BaseSource) -> BaseLimits | None:
+        """What the base model can read; None where its folder can't be read, which the process says better."""
+        if base not in self._limits:
             try:
-                return await self._run(requests)
+                self._limits[base] = await asyncio.get_running_loop().run_in_executor(self._executor, _base_limits, base)
             except BrokenProcessPool:
                 self._restart()
-            return [await self._alone(request) for request in requests]
+                return None
+            except HeadraceError:
+                return None
+        return self._limits[base]
+
+    async def _by_process(self, requests: Sequence[AdmissionRequest]) -> list[AdmissionResult]:
+        try:
+            return await self._run(requests)
+        except BrokenProcessPool:
+            self._restart()
+        return [await self._alone(request) for request in requests]
 
     async def _run(self, requests: Sequence[AdmissionRequest]) -> list[AdmissionResult]:
         return await asyncio.get_running_loop().run_in_executor(self._executor, _admit_all, list(requests))
@@ -89,6 +129,7 @@ class AdmissionPool:
 
     def _restart(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self._limits.clear()
         self._executor = self._start()
 
     def close(self) -> None:
@@ -110,3 +151,9 @@ def _admit_all(requests: list[AdmissionRequest]) -> list[AdmissionResult]:
     from headrace.consumers.admitting import admit_all  # noqa: PLC0415 - as said above
 
     return admit_all(requests)
+
+
+def _base_limits(base: BaseSource) -> BaseLimits:
+    from headrace.consumers.admitting import limits_of  # noqa: PLC0415 - as said above
+
+    return limits_of(base)

@@ -34,6 +34,7 @@ from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.reasons import DeadLetterReason, RejectionReason
 from headrace.schemas.trajectory import TrajectoryGroup
+from headrace.trainer.lengths import BaseLimits
 from headrace.trainer.plan import BaseSource
 from headrace.trainer.tokenize import BaseUnreadableError, GroupRefused, GroupTokenizer
 
@@ -164,6 +165,15 @@ def _payload(claim: GroupClaim) -> SampledGroup:
 def _store() -> ObjectStore:
     assert _settings is not None  # noqa: S101 - prepare ran: it is the pool's initializer
     return open_store(_settings.store.url, _settings.s3)
+
+
+def limits_of(base: BaseSource) -> BaseLimits:
+    """What a base model can read.
+
+    Raises:
+        BaseUnreadableError: its folder can't be read.
+    """
+    return _tokenizer(base).limits
 
 
 @cache

@@ -7,7 +7,23 @@ is refused. Gives up: what was sampled beyond the limit.
 
 from dataclasses import dataclass
 
+from headrace.schemas.training import ModelSettings
 from headrace.trainer.groups import TokenSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseLimits:
+    """What a base model can read."""
+
+    vocabulary: int
+    """Token ids are below."""
+    positions: int | None
+    """Tokens of the longest sequence; None: its config names no bound."""
+
+    def longest(self, settings: ModelSettings) -> int:
+        """Tokens of the longest sequence that a model with this base is trained on."""
+        bounds = (settings.max_sequence_tokens, settings.train.packed_sequence_length, self.positions)
+        return min(bound for bound in bounds if bound is not None)
 
 
 class OverLongError(Exception):

@@ -36,16 +36,21 @@ def sequences_of(turns: list[Turn]) -> tuple[TokenSequence, ...]:
     Sequences without a trainable token (a turn that drew nothing, or one token without any prompt) are left out.
     """
     chains: list[list[Turn]] = []
-    so_far = np.empty(0, np.int32)
     for turn in turns:
-        extends = len(turn.prompt) >= len(so_far) and np.array_equal(turn.prompt[: len(so_far)], so_far)
-        if chains and extends:
+        if chains and _extends(turn, chains[-1][-1]):
             chains[-1].append(turn)
         else:
             chains.append([turn])
-        so_far = np.concatenate([turn.prompt, turn.token_ids])
     joined = (_join(chain) for chain in chains)
     return tuple(sequence for sequence in joined if sequence is not None)
+
+
+def _extends(turn: Turn, before: Turn) -> bool:
+    """Whether a prompt begins with all tokens of the turn before it and of that one's prompt."""
+    start, stop = len(before.prompt), len(before.prompt) + len(before.token_ids)
+    if len(turn.prompt) < stop:
+        return False
+    return bool((turn.prompt[:start] == before.prompt).all() and (turn.prompt[start:stop] == before.token_ids).all())
 
 
 def _join(chain: list[Turn]) -> TokenSequence | None:

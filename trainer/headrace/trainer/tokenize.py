@@ -22,6 +22,7 @@ from headrace.schemas.trajectory import Trajectory
 from headrace.trainer.chat_text import ChatText, ChatTextError
 from headrace.trainer.group_policy import refusal_of
 from headrace.trainer.groups import RejectedTrajectory, TokenizedGroup, TokenizedTrajectory
+from headrace.trainer.lengths import BaseLimits
 from headrace.trainer.plan import BaseSource
 from headrace.trainer.rollout_tokens import RolloutTokenizer, UnfitError
 
@@ -69,8 +70,8 @@ class GroupTokenizer:
             config = AutoConfig.from_pretrained(base.path, **_gguf(base), local_files_only=True).get_text_config()
         except Exception as error:
             raise BaseUnreadableError(f"base model {base.path}: its config can't be read: {type(error).__name__}: {error}") from error
-        self._vocabulary = int(config.vocab_size)
-        self._positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.limits = BaseLimits(vocabulary=int(config.vocab_size), positions=getattr(config, "max_position_embeddings", None))
+        """Of the base model."""
 
     def tokenize(self, group: SampledGroup, group_id: str, settings: ModelSettings) -> TokenizedGroup:
         """Tokenize a group.
@@ -92,11 +93,10 @@ class GroupTokenizer:
             raise GroupRefused(Reason.NO_TRAJECTORIES, "the group has no trajectories")
         sft = inner.purpose == "sft"
         of_job = inner.allow_training_without_logprobs
-        bounds = (settings.max_sequence_tokens, settings.train.packed_sequence_length, self._positions)
         rollouts = RolloutTokenizer(
             chat=self._chat(settings),
-            vocabulary=self._vocabulary,
-            limit=min(bound for bound in bounds if bound is not None),
+            vocabulary=self.limits.vocabulary,
+            limit=self.limits.longest(settings),
             truncate=settings.batch.over_long == "truncate" and not sft,  # half an example teaches to stop in the middle
             text=sft or bool(settings.train.allow_training_without_logprobs if of_job is None else of_job),
             sft=sft,
