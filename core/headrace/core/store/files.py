@@ -9,7 +9,9 @@ import contextlib
 import errno
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from typing_extensions import override
 
 from headrace.core.store.digests import Tally, check, file_chunks, sha256_of_bytes, sha256_of_file, verified, write_verified
 from headrace.core.store.errors import ObjectExistsError, ObjectNotFoundError, StoreError, StoreUnavailableError, plain_os_error
-from headrace.core.store.interface import ObjectStore, StoredObject
+from headrace.core.store.interface import FOLDER_THREADS, ObjectStore, StoredObject
 from headrace.core.store.keys import TEMPORARY_PREFIX, check_key, check_prefix, key_of
 
 
@@ -142,32 +144,64 @@ class FileStore(ObjectStore):
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
 
+    @override
+    def put_folder_if_absent(
+        self, files: Mapping[str, Path], last: Callable[[Sequence[StoredObject]], tuple[str, bytes]]
+    ) -> Sequence[StoredObject]:
+        # All files are written and fsynced side by side, and each folder is fsynced once for all of them: one by one it is a fsync for
+        # each folder above each file.
+        written: list[_Written] = []
+
+        def write(key: str, chunks: Iterable[bytes]) -> StoredObject:
+            with self._plain_errors(key, missing=StoreUnavailableError):
+                one = _Written.of(self._path(key), chunks)
+            written.append(one)
+            return StoredObject(key=key, size=one.tally.size, sha256=one.tally.sha256)
+
+        try:
+            with self._plain_errors("", missing=StoreUnavailableError):
+                _make_durable_folder(self._root)
+            with ThreadPoolExecutor(FOLDER_THREADS, thread_name_prefix="headrace-store") as pool:
+                stored = list(pool.map(lambda item: write(item[0], file_chunks(item[1])), files.items()))
+                key, content = last(stored)
+                write(key, [content])
+                for one in written:  # the last of them at the end
+                    self._appear(one)
+                with self._plain_errors("", missing=StoreUnavailableError):
+                    list(pool.map(_fsync_folder, {folder for one in written for folder in self._above(one.path)}))
+        finally:
+            for one in written:
+                one.partial.unlink(missing_ok=True)
+        return stored
+
     def _put(self, key: str, chunks: Iterable[bytes], sha256: str | None) -> StoredObject:
-        path = self._path(key)
-        tally = Tally()
         with self._plain_errors(key, missing=StoreUnavailableError):
             _make_durable_folder(self._root)
-            partial = _new_partial(path.parent)
+            one = _Written.of(self._path(key), chunks)
             try:
-                with partial.open("r+b") as file:
-                    for chunk in tally.passing(chunks):
-                        file.write(chunk)
-                    file.flush()
-                    os.fsync(file.fileno())
-                check(f"what was to be stored as {self.uri(key)}", tally.sha256, sha256)
-                try:
-                    os.link(partial, path)
-                except FileExistsError:
-                    if path.is_dir() or sha256_of_file(path) != tally.sha256:
-                        raise ObjectExistsError(f"{self.uri(key)} exists with other content; it was left as it is") from None
+                check(f"what was to be stored as {self.uri(key)}", one.tally.sha256, sha256)
+                self._appear(one)
             finally:
-                partial.unlink(missing_ok=True)
-            # Also where the object was there: its first writer may not have come so far yet.
-            for folder in path.parents:
+                one.partial.unlink(missing_ok=True)
+            for folder in self._above(one.path):
                 _fsync_folder(folder)
-                if folder == self._root:
-                    break
-        return StoredObject(key=key, size=tally.size, sha256=tally.sha256)
+        return StoredObject(key=key, size=one.tally.size, sha256=one.tally.sha256)
+
+    def _appear(self, one: "_Written") -> None:
+        """Give a written object its name; the name may have this content already."""
+        where = f"{self._base}/{one.path.relative_to(self._root).as_posix()}"
+        with self._plain_errors(one.path.relative_to(self._root).as_posix(), missing=StoreUnavailableError):
+            try:
+                os.link(one.partial, one.path)
+            except FileExistsError:
+                if one.path.is_dir() or sha256_of_file(one.path) != one.tally.sha256:
+                    raise ObjectExistsError(f"{where} exists with other content; it was left as it is") from None
+            one.partial.unlink(missing_ok=True)
+
+    def _above(self, path: Path) -> Sequence[Path]:
+        """The folders from an object's up to the store's; fsynced also for one that was there: its writer may not have come so far."""
+        relative = path.relative_to(self._root)
+        return [self._root / folder for folder in relative.parents]
 
     def _walk(self, folder: Path, above: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Files in the order of their keys: a folder sorts as its name with the slash."""
@@ -196,6 +230,32 @@ class FileStore(ObjectStore):
 
 def _stored(key: str, status: os.stat_result) -> StoredObject:
     return StoredObject(key=key, size=status.st_size, sha256=None, modified=datetime.fromtimestamp(status.st_mtime, UTC))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """An object that is written and durable, and has no name yet."""
+
+    path: Path
+    """Where it will be."""
+    partial: Path
+    tally: Tally
+
+    @classmethod
+    def of(cls, path: Path, chunks: Iterable[bytes]) -> "_Written":
+        """Write it beside its place; what fails leaves nothing."""
+        partial = _new_partial(path.parent)
+        tally = Tally()
+        try:
+            with partial.open("r+b") as file:
+                for chunk in tally.passing(chunks):
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        return cls(path=path, partial=partial, tally=tally)
 
 
 def _make_durable_folder(folder: Path) -> None:

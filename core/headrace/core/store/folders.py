@@ -9,8 +9,7 @@ where it stopped. Gives up: symbolic links and empty folders.
 
 import hashlib
 import shutil
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import orjson
@@ -18,12 +17,11 @@ from pydantic import ValidationError
 
 from headrace.core.store.digests import check, sha256_of_file
 from headrace.core.store.errors import DigestMismatchError, StoreError, plain_os_error
-from headrace.core.store.interface import ObjectStore
+from headrace.core.store.interface import ObjectStore, StoredObject
 from headrace.core.store.keys import check_key
 from headrace.schemas.weights import FolderKind, Manifest, StoredFile, WeightsRef
 
 MANIFEST = "manifest.json"
-_THREADS = 4
 
 
 def folder_digest(files: Iterable[StoredFile]) -> str:
@@ -54,24 +52,25 @@ def store_folder(
     if odd := next((path for path in paths if path.is_symlink() or not path.is_file()), None):
         raise StoreError(f"{odd} is no ordinary file: it can't be stored")
 
-    def put(path: Path) -> StoredFile:
-        stored = store.put_file_if_absent(f"{prefix}/{names[path]}", path)
-        assert stored.sha256 is not None  # noqa: S101 - a put always knows it
-        return StoredFile(path=names[path], size=stored.size, sha256=stored.sha256)
+    made: list[Manifest] = []
 
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="headrace-store") as pool:
-        files = tuple(pool.map(put, paths))
-    manifest = Manifest(
-        kind=kind,
-        model_id=model_id,
-        incarnation=incarnation,
-        step=step,
-        attempt=attempt,
-        files=files,
-        digest=folder_digest(files),
-    )
-    store.put_bytes_if_absent(f"{prefix}/{MANIFEST}", orjson.dumps(manifest.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+    def listed(stored: Sequence[StoredObject]) -> tuple[str, bytes]:
+        found = zip(paths, stored, strict=True)
+        files = tuple(StoredFile(path=names[path], size=one.size, sha256=_known(one)) for path, one in found)
+        manifest = Manifest(
+            kind=kind, model_id=model_id, incarnation=incarnation, step=step, attempt=attempt, files=files, digest=folder_digest(files)
+        )
+        made.append(manifest)
+        return f"{prefix}/{MANIFEST}", orjson.dumps(manifest.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
+
+    store.put_folder_if_absent({f"{prefix}/{names[path]}": path for path in paths}, listed)
+    (manifest,) = made
     return manifest, WeightsRef(uri=store.uri(prefix), digest=manifest.digest)
+
+
+def _known(stored: StoredObject) -> str:
+    assert stored.sha256 is not None  # noqa: S101 - a put always knows it
+    return stored.sha256
 
 
 def read_manifest(store: ObjectStore, uri: str, digest: str) -> Manifest:

@@ -1,10 +1,13 @@
 """The interface of a store. `tests/core/test_store.py` is its contract, run against both implementations."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
+
+FOLDER_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,20 @@ class ObjectStore(Protocol):
     def put_stream_if_absent(self, key: str, chunks: Iterable[bytes], *, sha256: str | None = None) -> StoredObject:
         """As `put_file_if_absent`, from an iterator of bytes."""
         ...
+
+    def put_folder_if_absent(
+        self, files: Mapping[str, Path], last: Callable[[Sequence[StoredObject]], tuple[str, bytes]]
+    ) -> Sequence[StoredObject]:
+        """Several `put_file_if_absent` side by side, then one object more, which only appears when all of them are there.
+
+        Args:
+            files: Source by key.
+            last: Key and content of the last object, from what was stored, in the order of `files`: the list of the others.
+        """
+        with ThreadPoolExecutor(FOLDER_THREADS, thread_name_prefix="headrace-store") as pool:
+            stored = list(pool.map(lambda item: self.put_file_if_absent(*item), files.items()))
+        self.put_bytes_if_absent(*last(stored))
+        return stored
 
     def get_bytes(self, key: str, *, sha256: str | None = None) -> bytes:
         """The whole object. Raises `ObjectNotFoundError`, and `DigestMismatchError` where `sha256` is given."""
