@@ -1,0 +1,88 @@
+"""One run of the stream: topics under a prefix, a store folder, and the writer of the stream.
+
+Guarantees: the records of each partition stand in the stream's order, each once, whatever happens to the broker meanwhile: the producer
+is idempotent, and one record is acknowledged before the next of its partition is sent.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+
+from aiokafka import AIOKafkaProducer
+from tests.chaos.stream import ACCOUNT, LANES, PROJECT, WINDOW, Entry, Stream
+
+from headrace.core.kafka import client_options
+from headrace.core.models import create_model
+from headrace.core.payloads import claim
+from headrace.core.settings import BaseModelEntry, KafkaSettings, Settings, StoreSettings, TopicSettings, WorkerSettings
+from headrace.core.store import open_store
+from headrace.core.topic_admin import apply
+from headrace.schemas.claim import GroupClaim
+from headrace.schemas.envelope import type_of
+
+SESSION_MS = 4000
+
+
+def settings_of(bootstrap_servers: str, name: str, folder: Path, base: Path, *, snapshot_every: int) -> Settings:
+    """Settings of a run: short sessions, small duplicate window, and no limit on attempts, since no batch is to blame here."""
+    return Settings(
+        kafka=KafkaSettings(bootstrap_servers=bootstrap_servers),
+        topics=TopicSettings(prefix=f"{name}.", partitions=LANES),
+        store=StoreSettings(url=f"file://{folder}/{name}/store"),
+        account=ACCOUNT,
+        worker=WorkerSettings(
+            work_dir=folder / name / "work",
+            threads=1,
+            refusal_linger_seconds=0.05,
+            session_timeout_ms=SESSION_MS,
+            heartbeat_interval_ms=400,
+            transaction_timeout_ms=10_000,
+            duplicate_window=WINDOW,
+            snapshot_every=snapshot_every,
+            max_step_attempts=1000,
+            rank_silence_seconds=300,
+            orphan_grace_seconds=0,
+        ),
+        base_models={"tiny": BaseModelEntry(path=str(base))},
+    )
+
+
+async def prepare(settings: Settings, stream: Stream) -> None:
+    """Make the topics and ask for the models, in an order that gives the same offsets and so the same incarnations in every run."""
+    await apply(settings)
+    for learner in stream.learners:
+        await create_model(settings, project=PROJECT, name=learner.name, model=learner.settings)
+
+
+class StreamWriter:
+    """Writes entries and notes where they stand.
+
+    Args:
+        settings: Of the run.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._topic = settings.topic_names.trajectory_groups
+        self._store = open_store(settings.store.url, settings.s3)
+        self._options = client_options(settings.kafka, "chaos-writer") | {"request_timeout_ms": 60_000}
+        self.places: dict[tuple[int, int], Entry] = {}
+        """By (partition, offset)."""
+
+    async def write(self, entries: Iterable[Entry]) -> None:
+        """Send the entries in order."""
+        producer = AIOKafkaProducer(**self._options, enable_idempotence=True, acks="all", linger_ms=0)
+        await producer.start()
+        try:
+            for entry in entries:
+                await self._send(producer, entry)
+        finally:
+            await producer.stop()
+
+    async def _send(self, producer: AIOKafkaProducer, entry: Entry) -> None:
+        value, headers = entry.value, entry.headers
+        if entry.claimed is not None and value is not None:
+            content_type = dict(headers)["content-type"].decode()
+            check = await asyncio.to_thread(claim, self._store, value, content_type, entry.claimed.group_id, entry.claimed.job_id)
+            value, headers = check.model_dump_json().encode(), (("ce_type", type_of(GroupClaim).encode()),)
+        sent = await producer.send_and_wait(self._topic, value, key=entry.key, partition=entry.partition, headers=list(headers))
+        self.places[(sent.partition, sent.offset)] = entry
