@@ -173,6 +173,11 @@ async def test_a_model_that_can_not_go_on_is_resumed_by_command_and_only_then(
     await as_owner(settings, options, created.model_id, resuming.command[1], status="diverged")  # has not read it yet
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(waiting), 0.5)
+    # It has taken the command up, and runs what it can of the steps again.
+    await as_owner(settings, options, created.model_id, resuming.command[1] + 1, status="active", rebasing="step 3 differs")
+    with pytest.raises(ModelNotReadyError, match=r"a worker has taken up solver .* and is not done within 0.5 s"):
+        await wait_for_model(settings, resuming, 0.5)
+    assert not waiting.done()
     await as_owner(settings, options, created.model_id, resuming.command[1] + 1, status="active")
     assert (await asyncio.wait_for(waiting, 10)).status == "active"
     with pytest.raises(ModelRefusedError, match="is active"):

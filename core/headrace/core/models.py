@@ -166,24 +166,31 @@ async def wait_for_model(settings: Settings, view: ModelView, seconds: float) ->
         seconds: Give up after.
 
     Raises:
-        ModelNotReadyError: no worker has answered by then.
+        ModelNotReadyError: no worker has answered by then, or one is still at it.
     """
     if view.command is None:
         return view
     reached = {"deleted"} if view.status == "deleting" else {"active", "stopped", "diverged"}
     lane, offset = view.command
+    taken_up = False
     try:
         async with deadline(seconds), aclosing(lane_states(settings, lane)) as states:
             async for records in states:
                 now = fold(records, []).get(view.model_id)
+                taken_up = commands_through(records).get(lane, 0) > offset
                 # The lane's record and the model's are of one transaction, but may come in two batches.
-                if commands_through(records).get(lane, 0) > offset and now is not None and now.status in reached:
+                if taken_up and now is not None and now.status in reached and (now.state is None or now.state.rebasing is None):
                     return now
     except TimeoutError as error:
-        raise ModelNotReadyError(
-            f"no worker has taken up {view.name} ({view.model_id}) within {seconds:g} s: is one of group {view.worker_group!r} running "
-            "(`headrace worker`)? The command stays in the log and is read when one starts"
-        ) from error
+        whom = f"{view.name} ({view.model_id})"
+        if taken_up:
+            said = f"a worker has taken up {whom} and is not done within {seconds:g} s: `headrace models show` tells what comes of it"
+        else:
+            said = (
+                f"no worker has taken up {whom} within {seconds:g} s: is one of group {view.worker_group!r} running (`headrace worker`)? "
+                "The command stays in the log and is read when one starts"
+            )
+        raise ModelNotReadyError(said) from error
     raise AssertionError("follow does not end")
 
 
