@@ -29,6 +29,8 @@ from headrace.schemas.topics import TOPICS
 from headrace.schemas.weights import WeightsPublished
 
 pytestmark = pytest.mark.slow
+WAIT = 600.0
+"""Seconds; pytest's own limit comes first, but where a run raises it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ async def _train(settings: Settings, model_id: str, numbers: range, steps: int, 
         for i in numbers:
             sent = await producer.send(group(f"g{i}", seed=i))
             assert sent.claimed == (inline_limit is not None)
-        await seen.until(StepRecord, steps)
+        await seen.until(StepRecord, steps, WAIT)
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +184,8 @@ def test_a_published_fork_is_a_model_with_the_weights_of_its_last_step(two_ranks
 
     async def published() -> tuple[WeightsPublished, ModelState]:
         async with following(two_ranks.settings, branch) as seen:
-            (first,) = await seen.until(WeightsPublished, 1)
-            return first, await seen.until_state(lambda state: state.policy_version == 1)
+            (first,) = await seen.until(WeightsPublished, 1, WAIT)
+            return first, await seen.until_state(lambda state: state.policy_version == 1, WAIT)
 
     weights, state = asyncio.run(published())
     assert weights.digest == two_ranks.steps[1].weights.digest
