@@ -49,6 +49,9 @@ from headrace.schemas.state import ModelState
 logger = logging.getLogger(__name__)
 
 
+_HAND_OVER_SECONDS = 1.0
+
+
 class UnfitWorkerError(HeadraceError):
     """This worker's configuration does not fit a model that is trained already."""
 
@@ -140,7 +143,11 @@ class Lane:
             serving = await self._ready(book, writer, reader)
             self.phase = move(self.phase, LanePhase.SERVING)
             logger.info("lane %d is ours: %d models, from offset %d", self.lane, len(book.runs), book.position)
-            await self._serve(serving)
+            try:
+                await self._serve(serving)
+            except asyncio.CancelledError:
+                await self._hand_over(serving)
+                raise
         finally:
             await asyncio.shield(asyncio.gather(writer.stop(), reader.stop(), return_exceptions=True))
 
@@ -225,6 +232,7 @@ class Lane:
         await self._leaving.wait()
         serving.training.leave()
         await asyncio.wait({training}, timeout=self._settings.worker.release_seconds)
+        await serving.committer.quiet()
         for task in (training, *others):
             task.cancel()
         await asyncio.wait({training, *others})
@@ -239,11 +247,17 @@ class Lane:
         for model_id, run in serving.book.runs.items():
             if run.status == "active" and (taken := await self._steps.save(run)) is not None:
                 snapshots[model_id] = taken
-            if run.intent is not None:
-                # The batch did not end us: it is under no suspicion.
-                run.intent = run.intent.model_copy(update={"attempts": 0})
-                run.touch()
+        _acquit(serving.book)
         await serving.committer.commit(snapshots=snapshots, clean=True)
+
+    async def _hand_over(self, serving: _Serving) -> None:
+        """Say that the lane was given up in order, if nobody has taken it over yet; one who has, has fenced this commit."""
+        _acquit(serving.book)
+        try:
+            async with deadline(_HAND_OVER_SECONDS):
+                await serving.committer.commit(clean=True)
+        except (FencedError, OutcomeUnknownError, TimeoutError) as error:
+            logger.info("lane %d has another owner already: %s", self.lane, error)
 
     async def _read(self, serving: _Serving) -> None:
         book, reader = serving.book, serving.reader
@@ -261,3 +275,11 @@ class Lane:
         """Whether enough waits for now. Asked only while a step runs: without one, what completes a bucket may be the next record."""
         waiting = sum(len(run.waiting) for run in book.runs.values())
         return waiting > MAX_PENDING // 2 or book.waiting_bytes > self._settings.worker.read_ahead_bytes
+
+
+def _acquit(book: LaneBook) -> None:
+    """No batch has ended this worker: none is under suspicion (rule 10)."""
+    for run in book.runs.values():
+        if run.intent is not None and run.intent.attempts:
+            run.intent = run.intent.model_copy(update={"attempts": 0})
+            run.touch()

@@ -1,4 +1,4 @@
-"""What on a lane is decided by a clock: lingers, time-outs, expiry, starvation, and news that no step carries.
+"""What on a lane is decided by a clock: lingers, time-outs, expiry, starvation, snapshots of idle models, and news that no step carries.
 
 Guarantees: nothing here makes a step by itself: a linger is a mark that the training task turns into an intent, the rest are refusals and
 events, committed before anything follows from them (exactly-once rule 9). Refusals that come together go together, or with the step that
@@ -32,6 +32,8 @@ class _Watched:
     said: int = -1
     """Refusals when it was last said to starve; -1: it was not."""
     said_at: float = 0.0
+    settled: bool = False
+    """A snapshot was asked for."""
 
 
 class LaneClock:
@@ -70,7 +72,7 @@ class LaneClock:
                 if run.status == "active":
                     self._linger(run)
                     self._give_up_late(run)
-                    self._starving(run)
+                    self._idle(run)
             self._book.note_unreported()
             if self._book.position > self._book.state.scanned and time.monotonic() - self._committed_at > _IDLE_SECONDS:
                 await self._committer.commit()
@@ -102,7 +104,7 @@ class LaneClock:
         running = self._book.running
         return running is not None and running.model_id == run.state.model_id and offset in running.offsets
 
-    def _starving(self, run: ModelRun) -> None:
+    def _idle(self, run: ModelRun) -> None:
         key = (run.state.model_id, run.state.incarnation)
         watched = self._watched.get(key)
         now = time.monotonic()
@@ -111,6 +113,9 @@ class LaneClock:
         if self._book.running is not None and self._book.running.model_id == run.state.model_id:
             return
         seconds = now - watched.since
+        if seconds >= self._settings.settle_seconds and run.state.steps_since and not watched.settled:
+            watched.settled = run.settling = True
+            self._book.changed.set()
         if seconds < self._settings.starved_after_seconds:
             return
         before = run.state.refusals_before

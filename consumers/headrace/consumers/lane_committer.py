@@ -30,6 +30,11 @@ class LaneCommitter:
         self._source = source
         self._one_at_a_time = asyncio.Lock()
 
+    async def quiet(self) -> None:
+        """Wait until no commit is on its way: cancelling one would leave its outcome open."""
+        async with self._one_at_a_time:
+            pass
+
     async def commit(
         self, step: CommittedStep | None = None, *, snapshots: Mapping[str, TakenSnapshot] | None = None, clean: bool = False
     ) -> None:

@@ -58,7 +58,12 @@ class LaneTraining:
                 while not self.leaving and (found := self._next()) is not None:
                     self.stepping = True
                     run, batch = found
-                    await (self._begin_anew(run) if batch is None else self._step(run, batch))
+                    if batch is not None:
+                        await self._step(run, batch)
+                    elif run.settling:
+                        await self._settle(run)
+                    else:
+                        await self._begin_anew(run)
                     self.stepping = False
                 self._book.note_unreported()  # the cut may have refused groups
         finally:
@@ -71,12 +76,14 @@ class LaneTraining:
         self._book.changed.set()
 
     def _next(self) -> tuple[ModelRun, Batch | None] | None:
-        """A model that begins anew, else the complete batch that has waited longest, of all models."""
+        """A model that begins anew, else the complete batch that has waited longest, of all models, else a model that lacks a snapshot."""
         for run in self._book.runs.values():
             if run.status == "active" and (run.rebasing is not None or run.start_from is not None):
                 return run, None
         ready = [(run, batch) for run in self._book.runs.values() if (batch := next_batch(run)) is not None]
-        return min(ready, key=lambda pair: pair[1].completed_at, default=None)
+        if ready:
+            return min(ready, key=lambda pair: pair[1].completed_at)
+        return next(((run, None) for run in self._book.runs.values() if run.settling), None)
 
     async def _step(self, run: ModelRun, batch: Batch) -> None:
         if not await self._begin(run, batch):
@@ -172,10 +179,27 @@ class LaneTraining:
         if run.status == "active" and (run.rebasing is not None or run.start_from is not None):
             await self._commit(run, step)
 
-    async def _diverged(self, run: ModelRun, batch: Batch, detail: str) -> None:
+    async def _settle(self, run: ModelRun) -> None:
+        """Store a snapshot of a model that has no step for long: what its last steps trained on may go, retention takes it some day."""
+        run.settling = False
+        try:
+            taken = await self._steps.settle(run)
+        except ModelDivergedError as error:
+            await self._diverged(run, None, str(error))
+            return
+        if taken is not None and run.status == "active":
+            await self._committer.commit(snapshots={run.state.model_id: taken})
+            logger.info("step %d of %s has a snapshot now", run.state.policy_version, run.state.name)
+
+    async def _diverged(self, run: ModelRun, batch: Batch | None, detail: str) -> None:
         logger.error("%s has diverged: %s", run.state.name, detail)
         run.intent = None
-        if batch.job_id is not None and batch.job_id in run.jobs and _state_of(run, batch.job_id) is not JobState.PAUSED:
+        if (
+            batch is not None
+            and batch.job_id is not None
+            and batch.job_id in run.jobs
+            and _state_of(run, batch.job_id) is not JobState.PAUSED
+        ):
             run.move_job(batch.job_id, JobState.FAILED, message=f"the model has diverged: {detail}")
             run.refuse_all(RejectionReason.MODEL_STOPPED, f"the model has diverged: {detail}", batch.job_id)
         run.set_status("diverged", detail)

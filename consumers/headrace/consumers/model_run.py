@@ -78,6 +78,8 @@ class ModelRun:
     cancelled_early: list[str] = field(default_factory=list)
     lingered: bool = False
     """The clock says that the stream's groups have waited long enough."""
+    settling: bool = False
+    """It has had no step for long, and its last ones are in no snapshot."""
     expire_lost: bool = False
     """An operator lets the model go on without the pending groups that are lost."""
     revision: int = 0
@@ -192,7 +194,7 @@ class ModelRun:
         else:
             self.refused_unlisted += 1
         # A duplicate is not the job's loss where the job has the group itself; where another job or the stream has it, nothing is to come.
-        had = reason is RejectionReason.DUPLICATE and self._knows(job_id, group_id)
+        had = reason is RejectionReason.JOB_CLOSED or (reason is RejectionReason.DUPLICATE and self._knows(job_id, group_id))
         if job_id is not None and job_id not in self.closed and not had:
             job = self.jobs.get(job_id, OpenJob(job_id=job_id))
             document = job.document and job.document.model_copy(update={"groups_rejected": job.document.groups_rejected + 1})

@@ -116,7 +116,9 @@ class StepRunner:
                 raise ModelDivergedError(f"the snapshot of step {run.state.snapshot_step} can't be used: {error}") from error
             except StateNotHeldError as error:
                 logger.warning("%s: caught up once more", error)  # the world broke, or another's turn did, after it was caught up
+                shutil.rmtree(plan.out_dir, ignore_errors=True)
             except (StepFailedError, RankDiedError) as error:
+                shutil.rmtree(plan.out_dir, ignore_errors=True)
                 self._failures[key] += 1
                 logger.exception("step %d of %s failed (%d)", key.step + 1, key.model_id, self._failures[key])
                 if self._failures[key] >= MAX_ATTEMPTS:
@@ -177,6 +179,21 @@ class StepRunner:
     def committed(self, record: StepRecord) -> None:
         """A step is committed: later ones may name its weights as their reference."""
         self._references.note(record)
+
+    async def settle(self, run: ModelRun) -> TakenSnapshot | None:
+        """As `save`, of a state that is run again where it is not held.
+
+        Raises:
+            ModelDivergedError: it can't be had again.
+            HeadraceError: the ranks or the store could not.
+        """
+        while run.state.snapshot_step != run.state.policy_version:
+            try:
+                await self._catch_up.ready(run.state)
+                return await self.save(run)
+            except StateNotHeldError as error:
+                logger.warning("%s: caught up once more", error)
+        return None
 
     async def save(self, run: ModelRun) -> TakenSnapshot | None:
         """Store a snapshot of the committed state, if this worker holds it and none is stored.

@@ -114,6 +114,8 @@ class WorkerSettings(_Section):
     """A rank that waits so long for the others fails the step."""
     snapshot_every: int = Field(default=4, ge=1, le=1000)
     """Steps between two snapshots of a model: what recovery runs again at most, and what one costs less often."""
+    settle_seconds: float = Field(default=60, gt=0)
+    """A model without a step for so long gets a snapshot, wherever it stands between two."""
     keep_snapshots: int = Field(default=2, ge=1)
     """Snapshots kept of each model: the last, and those before it that a replay may start from."""
     orphan_grace_seconds: float = Field(default=86_400, ge=0)
