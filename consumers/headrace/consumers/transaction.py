@@ -160,7 +160,7 @@ def build(
                     step=own,
                 )
             )
-            records.extend(_model_records(topics, source, lane.lane, run, state))
+            records.extend(_model_records(topics, source, lane, run, state))
     written = lane.model_copy(update={"scanned": max(lane.scanned, position), "mark": min(needed), "clean": clean, "updated_at": utc_now()})
     records.append(outgoing(written, topic=topics.models, key=lane_key(lane.lane), source=source, partition=lane.lane))
     records.extend(dead_letters)
@@ -209,24 +209,27 @@ def _step_records(topics: Topics, source: str, lane: int, step: CommittedStep, r
     ]
 
 
-def _model_records(topics: Topics, source: str, lane: int, run: ModelRun, state: ModelState) -> list[Outgoing]:
+def _model_records(topics: Topics, source: str, lane: LaneState, run: ModelRun, state: ModelState) -> list[Outgoing]:
     model_id = state.model_id
-    records = [outgoing(state, topic=topics.models, key=model_id, source=source, partition=lane)]
+    records = [outgoing(state, topic=topics.models, key=model_id, source=source, partition=lane.lane)]
     for refusal in run.rejected:
         identity = event_id(state.incarnation, str(refusal.offset), "group-rejected")
-        records.append(outgoing(refusal, topic=topics.training_events, key=model_id, source=source, partition=lane, event_id=identity))
+        records.append(outgoing(refusal, topic=topics.training_events, key=model_id, source=source, partition=lane.lane, event_id=identity))
     for lost in run.rejected_trajectories:
         identity = event_id(state.incarnation, f"{lost.offset}/{lost.trajectory}", "trajectory-rejected")
-        records.append(outgoing(lost, topic=topics.training_events, key=model_id, source=source, partition=lane, event_id=identity))
+        records.append(outgoing(lost, topic=topics.training_events, key=model_id, source=source, partition=lane.lane, event_id=identity))
     for event in run.job_events:
         identity = event_id(state.incarnation, f"{event.job_id}/{event.moves}", event.state.value)
-        records.append(outgoing(event, topic=topics.training_events, key=model_id, source=source, partition=lane, event_id=identity))
+        records.append(outgoing(event, topic=topics.training_events, key=model_id, source=source, partition=lane.lane, event_id=identity))
     for notice in run.notices:
         kind = "starved" if isinstance(notice, Starved) else "model-status-changed"
         what = f"{notice.policy_version}/{sum(notice.refusals.values())}" if isinstance(notice, Starved) else str(notice.changes)
         identity = event_id(state.incarnation, what, kind)
-        records.append(outgoing(notice, topic=topics.training_events, key=model_id, source=source, partition=lane, event_id=identity))
-    records.extend(outgoing(document, topic=topics.jobs, key=job_id, source=source) for job_id, document in run.documents.items())
+        records.append(outgoing(notice, topic=topics.training_events, key=model_id, source=source, partition=lane.lane, event_id=identity))
+    for job_id, document in run.documents.items():
+        # Later commands than these are folded over it by whoever reads it (rule 16).
+        through = document.model_copy(update={"commands_through": lane.commands_through})
+        records.append(outgoing(through, topic=topics.jobs, key=job_id, source=source))
     return records
 
 
