@@ -14,6 +14,7 @@ from headrace.consumers.replay_session import Outcome, Question
 from headrace.consumers.replay_start import Route
 from headrace.consumers.rerun import Rerun
 from headrace.core.side_by_side import OptionDifference, SideBySide, option_differences, side_by_side
+from headrace.core.step_range import ranges_text
 from headrace.schemas.state import ModelState
 
 _TENSORS = 10
@@ -44,9 +45,9 @@ class Output:
         self._width = len(str(last))
         start = "the base model" if route.start is None else f"the snapshot of step {route.start.step}"
         gone = f" ({route.gone} nearer {_s(route.gone, 'snapshot')} no longer there)" if route.gone else ""
-        self._say(f"{state.name} ({state.model_id}): steps {route.first}..{last}, from {start}{gone}")
-        if (leading := route.first - route.records[0].step) > 0:
-            self._say(f"{leading} {_s(leading, 'step')} before step {route.first} only lead there, and are checked as well")
+        self._say(f"{state.name} ({state.model_id}): {_steps(range(route.first, last + 1))}, from {start}{gone}")
+        if way := range(route.records[0].step, route.first):
+            self._say(f"on the way there, and checked as well: {_steps(way)}")
         ledger = sorted({record.fingerprint.world_size for record in route.records})
         sizes = " and then ".join(map(str, ledger))
         if self._question.ranks is None:
@@ -187,6 +188,10 @@ def _step_document(step: ReplayedStep, first: int) -> dict[str, Any]:
         "fingerprint_differences": rerun.fingerprint_differences,
         "seconds": step.seconds,
     }
+
+
+def _steps(steps: range) -> str:
+    return f"{_s(len(steps), 'step')} {ranges_text(steps)}"
 
 
 def _s(count: int, noun: str) -> str:
