@@ -211,13 +211,17 @@ async def test_a_record_that_is_no_group_is_passed_by(settings: Settings, store:
 
 
 def test_versions_rest_on_a_step_until_a_rebase_goes_back_to_before_it():
-    def rebased(step: int, back_to: int) -> StepRecord:
-        why = Rebased(step=back_to, reason="torch differs", expected_digest=digest("a"), found_digest=digest("b"))
+    def rebased(step: int, resumed_from: int | None) -> StepRecord:
+        why = Rebased(step=4, reason="torch", expected_digest=digest("a"), found_digest=digest("b"), resumed_from=resumed_from)
         return record(step, cut="rebased", updates=0, rebased=why)
 
-    records = [record(1), record(2, updates=0), record(3), record(4), rebased(5, 4), record(6)]
+    before = [record(1), record(2, updates=0), record(3), record(4)]
+    records = [*before, rebased(5, 3), record(6)]
     assert influenced(records, records[0]) == (1, 2, 3, 4, 5, 6)
     assert influenced(records, records[1]) == ()
     assert influenced(records, records[2]) == (3, 4, 5, 6)
     assert influenced(records, records[3]) == (4,)
     assert influenced(records, records[5]) == (6,)
+    # Run again to other bits, and gone on with: it is in there.
+    assert influenced([*before, rebased(5, 4)], records[3]) == (4, 5)
+    assert influenced([*before, rebased(5, None)], records[3]) == (4,)

@@ -96,6 +96,8 @@ def _print_record(console: "Console", record: "StepRecord") -> None:
     )
     if record.rebased is not None:
         _section(console, "rebased", record.rebased.model_dump())
+    if record.forked is not None:
+        _section(console, "forked", record.forked.model_dump(mode="json", exclude={"scalars"}))
     said = record.config.model_dump(exclude_none=True)
     _section(console, "config (what is not named is at its default)", said or {"all": "at its default"})
     if record.sft is not None:

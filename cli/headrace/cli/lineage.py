@@ -77,6 +77,8 @@ def _version_dict(found: "VersionLineage") -> dict[str, Any]:
         "job_id": record.job_id,
         "cut": record.cut,
         "updates": record.updates,
+        "forked": None if record.forked is None else record.forked.model_dump(mode="json"),
+        "rebased": None if record.rebased is None else record.rebased.model_dump(mode="json"),
         "lane": record.lane,
         "offsets": [each.model_dump() for each in record.offsets],
         "source": found.source,
@@ -134,6 +136,17 @@ def _print_versions(found: "list[VersionLineage]") -> None:
     console.print(
         f"{sum(each.record.groups for each in found)} groups; as far as reports say {len(all_members)} trajectories, {total} tokens"
     )
+    for each in found:
+        if (origin := each.record.forked) is not None:
+            console.print(
+                f"version {each.record.policy_version_after} is a fork of model {origin.forked_from} after its step {origin.step}: "
+                f"`headrace lineage {origin.forked_from} --version {origin.step} --all` has what that trained on"
+            )
+        if each.record.rebased is not None and each.record.rebased.resumed_from is not None:
+            console.print(
+                f"version {each.record.policy_version_after} goes on from step {each.record.rebased.resumed_from}: what the versions "
+                "between trained on is not in it"
+            )
     for each in found:
         if each.problem is not None and each.record.groups:
             typer.echo(f"version {each.record.policy_version_after}: {each.problem}", err=True)

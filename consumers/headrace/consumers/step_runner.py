@@ -166,6 +166,8 @@ class StepRunner:
         except BaseException:
             shutil.rmtree(plan.out_dir, ignore_errors=True)
             raise
+        if origin is not None:
+            return replace(step, record=step.record.model_copy(update={"forked": origin}))
         if run.rebasing is None or state.weights is None:
             return step
         rebased = Rebased(
@@ -173,6 +175,7 @@ class StepRunner:
             reason=run.rebasing if stopped is None else f"{run.rebasing}; resumed from step {begins.step}: {stopped}",
             expected_digest=state.weights.digest,
             found_digest=step.record.weights.digest,
+            resumed_from=begins.step,
         )
         return replace(step, record=step.record.model_copy(update={"rebased": rebased}))
 

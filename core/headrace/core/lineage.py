@@ -25,7 +25,7 @@ from headrace.core.topic_admin import lane_count
 from headrace.schemas.envelope import header_text, open_record, type_of
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
 from headrace.schemas.report import ReportedGroup, StepReport
-from headrace.schemas.state import ModelState, Pending, StepRecord
+from headrace.schemas.state import ModelState, Pending, Rebased, StepRecord
 
 _THREADS = 8
 _REFUSALS = {type_of(GroupRejected), type_of(TrajectoryRejected)}
@@ -242,10 +242,14 @@ def influenced(records: Sequence[StepRecord], step: StepRecord) -> tuple[int, ..
     for record in records:
         if record.step < step.step:
             continue
-        if record.rebased is not None and record.step > step.step and record.rebased.step <= step.step:
+        if record.rebased is not None and record.step > step.step and _resumed_from(record.rebased) < step.step:
             break
         versions.append(record.policy_version_after)
     return tuple(versions)
+
+
+def _resumed_from(rebased: Rebased) -> int:
+    return rebased.step - 1 if rebased.resumed_from is None else rebased.resumed_from
 
 
 def _offsets(record: StepRecord) -> list[int]:

@@ -186,6 +186,8 @@ class Rebased(Record):
     """Of the weights that the ledger has for the version before."""
     found_digest: str
     """Of the weights that training goes on with."""
+    resumed_from: int | None = None
+    """The last step whose training is in those weights; the versions after it are not."""
 
 
 class StepRecord(Record):
@@ -213,6 +215,8 @@ class StepRecord(Record):
     sft: SftConfig | None = None
     """Of a supervised step."""
     rebased: Rebased | None = None
+    forked: StartFrom | None = None
+    """Of a `forked` record: what it begins with."""
     config: TrainConfig
     config_digest: str
     plan_digest: str
