@@ -41,6 +41,7 @@ def replay(  # noqa: PLR0917 - typer passes them by name
     from headrace.cli.replay_output import Output  # noqa: PLC0415  (`headrace --help` does not wait for it)
     from headrace.consumers.replay_changes import Asked  # noqa: PLC0415
     from headrace.consumers.replay_session import Question  # noqa: PLC0415
+    from headrace.consumers.rerun import CannotRerunError  # noqa: PLC0415
     from headrace.core.settings import Settings  # noqa: PLC0415
     from headrace.core.step_range import StepRange  # noqa: PLC0415
 
@@ -59,7 +60,11 @@ def replay(  # noqa: PLR0917 - typer passes them by name
     )
     output = Output(question, as_json=as_json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: ranks and files go in order
-    outcome = asyncio.run(_answer(settings, question, output))
+    try:
+        outcome = asyncio.run(_answer(settings, question, output))
+    except CannotRerunError:
+        output.judge()  # what has run is worth knowing
+        raise
     output.end(outcome)
     if not (question.forks or outcome.equal):
         raise typer.Exit(1)

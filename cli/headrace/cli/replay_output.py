@@ -34,6 +34,8 @@ class Output:
         self._as_json = as_json
         self._first = 0
         self._width = 1
+        self._plain: dict[int, bool] = {}
+        """Steps without changes, and whether they are equal."""
         self._said: set[str] = set()
         self._settings: tuple[OptionDifference, ...] = ()
         """Of a fork's model."""
@@ -58,6 +60,8 @@ class Output:
     def ran(self, step: ReplayedStep) -> None:
         """One step."""
         record, rerun = step.record, step.rerun
+        if not step.forked:
+            self._plain[record.step] = step.equal
         name = f"step {record.step:>{self._width}}"
         if rerun is None:
             self._say(f"{name}  {record.cut}: it trained nothing; what follows begins anew from its snapshot")
@@ -85,12 +89,7 @@ class Output:
             table = side_by_side([step.record for step in outcome.steps if step.record.step in steps], outcome.forked)
         if self._as_json:
             typer.echo(orjson.dumps(self._document(outcome, table)))
-        plain = [step for step in outcome.steps if not step.forked]
-        different = [step.record.step for step in plain if not step.equal]
-        if different:
-            self._say(f"{len(different)} of {len(plain)} steps are not equal to the ledger, the first is step {different[0]}")
-        elif plain:
-            self._say(f"{len(plain)} {_s(len(plain), 'step')}: equal to the ledger, bit for bit")
+        self.judge()
         if table is not None:
             self._fork(outcome, table)
         if outcome.published is not None:
@@ -100,6 +99,14 @@ class Output:
             self._say("nothing was published: the steps are not the ledger's")
         if self._question.keep is not None:
             self._say(f"weights after step {outcome.steps[-1].record.step}: {self._question.keep}")
+
+    def judge(self) -> None:
+        """Whether what has run so far is the ledger's."""
+        different = [step for step, equal in self._plain.items() if not equal]
+        if different:
+            self._say(f"{len(different)} of {len(self._plain)} steps are not equal to the ledger, the first is step {different[0]}")
+        elif self._plain:
+            self._say(f"{len(self._plain)} {_s(len(self._plain), 'step')}: equal to the ledger, bit for bit")
 
     def _fork(self, outcome: Outcome, table: SideBySide) -> None:
         if not self._as_json:
