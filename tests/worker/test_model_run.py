@@ -123,7 +123,7 @@ def test_the_job_says_the_loss_by_either_name() -> None:
 
 def test_jobs_that_name_more_ids_than_a_state_record_holds_fail_with_a_message() -> None:
     run = run_of()
-    names = tuple(f"{i:064d}" for i in range(2000))
+    names = tuple(f"{i:064d}" for i in range(3000))
     admit(run, 7, job_id="does not")
     run.open_job(TrainingJob(job_id="fits", group_ids=names), 0)
     run.open_job(TrainingJob(job_id="does not", group_ids=names), 1)

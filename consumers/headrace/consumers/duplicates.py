@@ -3,7 +3,8 @@
 A snapshot holds the window as it was then; what was admitted since stands in the model's state, so that any owner has the same window.
 
 Guarantees: the same sequence of ids gives the same answers, whenever and wherever it runs: no clock, no cache. Ids of dead letters never
-enter. Gives up: ids that collide in 64 bits of SHA-256 (odds about W / 2^64 for a new id).
+enter. Gives up: ids that collide in 64 bits of SHA-256 (odds about W / 2^64 for a new id); where more than `LISTED` groups are admitted
+between two snapshots, the oldest of those, which a state could not list (rule 15).
 """
 
 import base64
@@ -12,6 +13,10 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
+
+LISTED = 20_000
+"""Ids since the snapshot that a state lists, at most: 213 kB. A snapshot is due long before; only groups that never train come so far."""
 
 
 class DuplicateWindow:
@@ -26,7 +31,9 @@ class DuplicateWindow:
     def __init__(self, size: int, stored: bytes = b"", since: str = "") -> None:
         self._order = deque(_hashes(stored), maxlen=size)
         self._known = set(self._order)
-        self._since: list[int] = []
+        self._since: deque[int] = deque()
+        self._unlisted = 0
+        """Of the ids admitted since the snapshot, those that are not in `_since` any more: older than the others."""
         for value in _hashes(base64.b64decode(since)):
             self._add(value)
 
@@ -46,6 +53,13 @@ class DuplicateWindow:
         self._order.append(value)
         self._known.add(value)
         self._since.append(value)
+        if len(self._since) > LISTED:
+            # Out of the window, too: a later owner would not know it.
+            oldest = self._since.popleft()
+            self._unlisted += 1
+            if oldest in self._known:
+                self._known.discard(oldest)
+                self._order.remove(oldest)
 
     def to_bytes(self) -> bytes:
         """For a snapshot: oldest first, 8 bytes each, little-endian."""
@@ -54,15 +68,17 @@ class DuplicateWindow:
     @property
     def since(self) -> int:
         """Ids admitted since the snapshot."""
-        return len(self._since)
+        return self._unlisted + len(self._since)
 
     def since_text(self, first: int = 0) -> str:
         """For the model's state: the ids admitted since the snapshot, without the first so many."""
-        return base64.b64encode(_bytes(self._since[first:])).decode()
+        return base64.b64encode(_bytes(islice(self._since, max(0, first - self._unlisted), None))).decode()
 
     def snapshot_is_in(self, ids: int) -> None:
         """A snapshot is committed that holds the first so many of the ids admitted since the one before."""
-        del self._since[:ids]
+        for _ in range(ids - self._unlisted):
+            self._since.popleft()
+        self._unlisted = max(0, self._unlisted - ids)
 
 
 def _hash(group_id: str) -> int:

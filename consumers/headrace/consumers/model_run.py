@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from headrace.consumers.duplicates import DuplicateWindow
+from headrace.consumers.state_bounds import DETAIL_LIMIT, MESSAGE_LIMIT, OPEN_JOBS_BYTES, JobSizes, latest
 from headrace.schemas.base import utc_now
 from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, TrajectoryRejected
 from headrace.schemas.jobs import TRANSITIONS, JobDocument, JobState, TrainingJob
@@ -20,10 +21,6 @@ from headrace.schemas.state import Intent, ModelState, OpenJob, Pending, StartFr
 from headrace.trainer.groups import RejectedTrajectory, TokenizedGroup
 
 ModelStatus = Literal["active", "deleted", "diverged", "stopped"]
-CLOSED_JOBS = 256
-JOB_ID_BYTES = 200_000
-"""Ids that the open jobs of one model may name: its state lists them and must fit into a record (rule 15)."""
-DETAIL_LIMIT = 1000
 REPORTED = 5_000
 """Refusals that the report of one step lists."""
 
@@ -82,6 +79,7 @@ class ModelRun:
     """It has had no step for long, and its last ones are in no snapshot."""
     expire_lost: bool = False
     """An operator lets the model go on without the pending groups that are lost."""
+    sizes: JobSizes = field(default_factory=JobSizes)
     revision: int = 0
     """Goes up with everything that happens; a commit notes which revision it says."""
     said: int = 0
@@ -120,6 +118,7 @@ class ModelRun:
 
     def set_status(self, status: ModelStatus, detail: str | None) -> None:
         """The model is deleted, stopped, diverged or active again."""
+        detail = detail and detail[:MESSAGE_LIMIT]
         previous, self.status, self.status_detail = self.status, status, detail
         self.status_changes += 1
         self.notices.append(
@@ -159,9 +158,11 @@ class ModelRun:
         self.waiting[waiting.offset] = waiting
         if report_rejected:
             self.reject_members(waiting, waiting.group.rejected)
-        self.window.add(waiting.group.group_id)
+            # Of a pending one the committed window knows already, and may have let it go since (rule 11).
+            self.window.add(waiting.group.group_id)
         if waiting.job_id is not None and waiting.job_id not in self.jobs:
             self.jobs[waiting.job_id] = OpenJob(job_id=waiting.job_id, since=_since(waiting.timestamp_ms))
+            self._bound_jobs(waiting.job_id)
         self.touch()
 
     def refuse(
@@ -198,8 +199,8 @@ class ModelRun:
         if job_id is not None and job_id not in self.closed and not had:
             job = self.jobs.get(job_id, OpenJob(job_id=job_id))
             document = job.document and job.document.model_copy(update={"groups_rejected": job.document.groups_rejected + 1})
-            if job_id in self.jobs or self._job_id_bytes() < JOB_ID_BYTES:
-                self.jobs[job_id] = job.model_copy(update={"refused": (*job.refused, group_id), "document": document})
+            self.jobs[job_id] = job.model_copy(update={"refused": (*job.refused, group_id), "document": document})
+            self._bound_jobs(job_id)
         self.touch()
 
     def _knows(self, job_id: str | None, group_id: str) -> bool:
@@ -262,8 +263,6 @@ class ModelRun:
             num_groups=len(record.group_ids),
             groups_rejected=len(refused),
         )
-        listed = sum(len(group_id) for group_id in record.group_ids)
-        too_many = self._job_id_bytes() + listed > JOB_ID_BYTES
         self.jobs[record.job_id] = OpenJob(
             job_id=record.job_id,
             record_offset=offset,
@@ -273,11 +272,8 @@ class ModelRun:
             since=(known.since if known is not None else None) or _since(timestamp_ms),
         )
         self._changed(document, previous=None, message=None)
-        if too_many:
-            message = f"the open jobs of this model name more than {JOB_ID_BYTES} bytes of group ids: send it again when some have ended"
-            self.move_job(record.job_id, JobState.FAILED, message=f"backlog_full: {message}")
-            self.refuse_all(RejectionReason.BACKLOG_FULL, message, record.job_id)
-        elif record.job_id in self.cancelled_early:
+        self._bound_jobs(record.job_id)
+        if record.job_id in self.jobs and record.job_id in self.cancelled_early:
             self.cancel_job(record.job_id, "cancelled on request, before its record came")
 
     def cancel_job(self, job_id: str, message: str) -> None:
@@ -287,7 +283,7 @@ class ModelRun:
             return
         if job is None or job.document is None:
             if job_id not in self.cancelled_early:
-                self.cancelled_early = [*self.cancelled_early, job_id][-CLOSED_JOBS:]
+                self.cancelled_early = latest([*self.cancelled_early, job_id])
                 self.touch()
             return
         self.cancelled_early = [early for early in self.cancelled_early if early != job_id]
@@ -305,10 +301,19 @@ class ModelRun:
         self.refuse_all(RejectionReason.JOB_TIMED_OUT, message, job_id)
 
     def _close(self, job_id: str) -> None:
-        self.closed = [*self.closed, job_id][-CLOSED_JOBS:]
+        self.closed = latest([*self.closed, job_id])
 
-    def _job_id_bytes(self) -> int:
-        return sum(len(name) for job in self.jobs.values() for name in (job.job_id, *job.group_ids, *job.refused))
+    def _bound_jobs(self, job_id: str) -> None:
+        """End the job that has just grown, if the state has no room for it; one whose record is to come is closed without a document."""
+        if self.sizes.fit(self.jobs):
+            return
+        message = f"backlog_full: the open jobs of this model take more than {OPEN_JOBS_BYTES} bytes: send it again when some have ended"
+        if self.jobs[job_id].document is not None:
+            self.move_job(job_id, JobState.FAILED, message=message)
+        else:
+            del self.jobs[job_id]
+            self._close(job_id)
+        self.refuse_all(RejectionReason.BACKLOG_FULL, message, job_id)
 
     def move_job(self, job_id: str, to: JobState, *, message: str | None = None, **fields: Any) -> None:  # noqa: ANN401 - document fields
         """Move a job to another state; a job in a final state is closed.
@@ -321,6 +326,7 @@ class ModelRun:
         if document is None or to not in TRANSITIONS[document.state]:
             raise RuntimeError(f"job {job_id} can't go from {document and document.state} to {to}")
         now = utc_now()
+        message = message and message[:MESSAGE_LIMIT]
         stamps = {"started_at": now} if to is JobState.RUNNING else {} if TRANSITIONS[to] else {"completed_at": now}
         changes = {"state": to, "updated_at": now, "error_message": message, "moves": document.moves + 1, **stamps, **fields}
         moved = document.model_copy(update=changes)

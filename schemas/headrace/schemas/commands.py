@@ -36,7 +36,7 @@ class CancelJob(Record):
     """Cancel a job: its groups are refused, it ends as CANCELLED unless its step is committed already."""
 
     model_id: str
-    job_id: str
+    job_id: str = Field(min_length=1, max_length=256)
     requested_at: datetime = Field(default_factory=utc_now)
 
 
@@ -44,7 +44,7 @@ class PauseJob(Record):
     """Pause a job: in the queue it is not begun, while running its step is given up and begins anew after `ResumeJob`."""
 
     model_id: str
-    job_id: str
+    job_id: str = Field(min_length=1, max_length=256)
     requested_at: datetime = Field(default_factory=utc_now)
 
 
@@ -52,7 +52,7 @@ class ResumeJob(Record):
     """Put a paused job back into the queue."""
 
     model_id: str
-    job_id: str
+    job_id: str = Field(min_length=1, max_length=256)
     requested_at: datetime = Field(default_factory=utc_now)
 
 

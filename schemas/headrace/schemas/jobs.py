@@ -2,7 +2,7 @@
 
 from datetime import datetime
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,8 +16,8 @@ class TrainingJob(Record):
     The kind and its groups' `purpose` must agree, else the job fails. The learning rate of kind `sft` is that of `sft`, not of `config`.
     """
 
-    job_id: str
-    group_ids: tuple[str, ...]
+    job_id: str = Field(min_length=1, max_length=256)
+    group_ids: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...]
     kind: Literal["rl", "sft"] = "rl"
     config: TrainConfig | None = None
     sft: SftConfig | None = None
