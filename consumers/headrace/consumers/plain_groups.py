@@ -176,9 +176,8 @@ class _Spans:
             if "finish_reason" in item and "role" not in item:
                 turns.append(self._choice(item))
             else:
-                _need(item["role"] in _ROLES)
+                _need(item["role"] in _ROLES and type(item.get("name")) in _TEXT and type(item.get("tool_call_id")) in _TEXT)
                 _message(item)
-                _need(type(item.get("name")) in _TEXT and type(item.get("tool_call_id")) in _TEXT)
         if len(turns) == 1:
             prompt, start, stop = turns[0]
             self.prompt_tokens += len(prompt)
@@ -187,17 +186,21 @@ class _Spans:
 
     def _choice(self, choice: dict[str, Any]) -> Span:
         get = choice.get
-        _need(choice["finish_reason"] in _FINISHED and type(get("index", 0)) is int)
-        for inside in ("logprobs", "token_ids", "token_logprobs", "policy_versions"):
-            _need(get(inside) is None)
-        message = choice["message"]
-        _need(message.get("role", "assistant") == "assistant")
-        _message(message)
+        message, prompt = choice["message"], choice["prompt_token_ids"]
         start, stop = choice["token_span"]
-        _need(type(stop) is int and start == self.at and start < stop <= self._total)
+        _need(
+            choice["finish_reason"] in _FINISHED
+            and type(get("index", 0)) is int
+            and get("logprobs") is get("token_ids") is get("token_logprobs") is get("policy_versions") is None
+            and message.get("role", "assistant") == "assistant"
+            and type(start) is type(stop) is int
+            and start == self.at
+            and start < stop <= self._total
+            and type(prompt) is list
+            and len(prompt) > 0
+        )
+        _message(message)
         self.at = stop
-        prompt = choice["prompt_token_ids"]
-        _need(type(prompt) is list and len(prompt) > 0)
         return array("i", prompt), start, stop
 
 

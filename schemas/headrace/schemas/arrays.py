@@ -49,17 +49,16 @@ def int32(values: list[int], path: str) -> "array[int]":
     """An int32 array of values in [0, 2^31); `path` is where the list stands, for errors."""
     try:
         result = array("i", values)
-        fine = first_negative(memoryview(result)) is None
         # `array` takes True for 1. Rarely a token is 0 or 1, so the costly look at the types is rare too.
-        fine = fine and ((0 not in values and 1 not in values) or bool not in {type(value) for value in values})
+        if first_negative(memoryview(result)) is None and ((0 not in result and 1 not in result) or bool not in {*map(type, values)}):
+            return result
     except (TypeError, OverflowError):
-        fine = False
-    if not fine:
-        for i, value in enumerate(values):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise CodecError(Reason.INVALID_SCHEMA, f"{path}[{i}]", f"{shown(value)} is not an integer")
-            if not 0 <= value <= _INT32_MAX:
-                raise CodecError(Reason.INVALID_SCHEMA, f"{path}[{i}]", f"{shown(value)} is outside 0 to 2^31 - 1")
+        pass
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise CodecError(Reason.INVALID_SCHEMA, f"{path}[{i}]", f"{shown(value)} is not an integer")
+        if not 0 <= value <= _INT32_MAX:
+            raise CodecError(Reason.INVALID_SCHEMA, f"{path}[{i}]", f"{shown(value)} is outside 0 to 2^31 - 1")
     return array("i", values)
 
 

@@ -13,7 +13,10 @@ import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
+
+import orjson
 
 from headrace.schemas.arrays import check_number, float32, int32
 from headrace.schemas.chat import is_choice
@@ -176,17 +179,55 @@ def _entries(choice: dict[str, Any], path: str) -> tuple[list[Any] | None, str]:
 def _without_entries(logprobs: dict[str, Any], source: str, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
     """What is left of `logprobs` when its entries have become arrays."""
     kept = {key: value for key, value in logprobs.items() if key != source and value is not None}
-    extras = {
-        str(i): {k: v for k, v in entry.items() if k not in {"token", "logprob", "bytes"} and (k != "top_logprobs" or v)}
-        for i, entry in enumerate(entries)
-        if entry.get("top_logprobs") or not entry.keys() <= _ENTRY_KEYS
-    }
+    extras = {} if _all_ordinary(entries) else _extras(entries)
     if extras:
         kept["entry_extras"] = extras
     return kept or None
 
 
+def _all_ordinary(entries: list[dict[str, Any]]) -> bool:
+    """Whether every entry has just the four usual keys and no alternatives. Four passes in C: a tenth of the time of a look at each."""
+    try:
+        return (
+            set(map(len, entries)) == {len(_ENTRY_KEYS)}
+            and not any(map(itemgetter("top_logprobs"), entries))
+            and all(len(list(map(itemgetter(key), entries))) for key in ("token", "logprob", "bytes"))
+        )
+    except KeyError:
+        return False
+
+
+def _extras(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        str(i): {k: v for k, v in entry.items() if k not in {"token", "logprob", "bytes"} and (k != "top_logprobs" or v)}
+        for i, entry in enumerate(entries)
+        if entry.get("top_logprobs") or not entry.keys() <= _ENTRY_KEYS
+    }
+
+
 def _entry_ids(entries: list[Any], path: str) -> list[int] | None:
+    ids = _plain_ids(entries)
+    return _checked_ids(entries, path) if ids is None else ids
+
+
+def _plain_ids(entries: list[Any]) -> list[int] | None:
+    """The ids where every token is `token_id:<n>`, all at once; None where one is not: a look at each entry then says which, and why."""
+    try:
+        text = "\n".join(map(itemgetter("token"), entries))
+    except (TypeError, KeyError, IndexError):
+        return None
+    # Nothing but digits and commas is left only if each token begins with the prefix; one that holds several makes the counts differ.
+    listed = text.removeprefix(_ID_PREFIX).replace("\n" + _ID_PREFIX, ",")
+    if not text.startswith(_ID_PREFIX) or not listed.isascii() or not listed.replace(",", "").isdigit():
+        return None
+    try:
+        ids: list[int] = orjson.loads(f"[{listed}]")
+    except orjson.JSONDecodeError:  # leading zeros, or no digit
+        return None
+    return ids if len(ids) == len(entries) and max(ids) < 10**10 else None
+
+
+def _checked_ids(entries: list[Any], path: str) -> list[int] | None:
     ids: list[int] = []
     for i, entry in enumerate(entries):
         if not isinstance(entry, dict):
@@ -205,7 +246,7 @@ def _entry_ids(entries: list[Any], path: str) -> list[int] | None:
 
 def _entry_logprobs(entries: list[Any], path: str) -> list[float | None]:
     values = [entry.get("logprob") if isinstance(entry, dict) else None for entry in entries]
-    for i, value in enumerate(values):
-        if type(value) is not float:  # the common case costs one comparison
+    if set(map(type, values)) != {float}:
+        for i, value in enumerate(values):
             check_number(value, f"{path}[{i}].logprob")
     return values

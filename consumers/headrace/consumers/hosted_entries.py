@@ -1,0 +1,241 @@
+"""The token entries of the hosted APIs' JSON, read by columns instead of one object a token.
+
+A group of 8 × 2,000 tokens is 1.5 MB of `{"token":"token_id:5","bytes":[…],"logprob":-0.5,"top_logprobs":[]}`, and to parse that takes
+several times as long as all the rest of admission. Entries as servers write them differ in their digits only: their other bytes are
+compared eight at a time, their numbers are copied out into one plain list, and what remains of the group is small.
+
+Guarantees: the group that `decode_group` gives, or None, where anything is not just so (other keys, white space, text tokens,
+alternatives, what is no JSON): then `decode_group` reads it, and says what is wrong. Gives up: token ids of more than 7 digits, entries at
+the very end of a body.
+Shapes: E entries of all turns of the group.
+"""
+
+import uuid
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from headrace.schemas.codec import SampledGroup
+from headrace.schemas.errors import CodecError
+from headrace.schemas.parsing import load_json, validate
+from headrace.schemas.trajectory import TrajectoryGroup
+from headrace.schemas.turns import SampledTokens, carried, lift, raw_choices
+
+Positions = npt.NDArray[np.int64]
+
+_MARK = uuid.uuid4().hex
+"""Stands for a list of entries that was taken out; no sender can know it."""
+_ENTRY = b'{"token":"token_id:'
+_LAST = b',"top_logprobs":[]}'
+_ID_BYTES, _NUMBER_BYTES, _MOST_BYTES = 8, 32, 256
+_MARGIN = 512
+_OWN = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
+"""The first n of eight bytes."""
+_SPACES = np.uint64(0x2020202020202020)
+_LOW, _HIGH = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
+
+
+class _OtherwiseError(Exception):
+    """Something is not as it mostly is."""
+
+
+def decode_hosted(body: bytes) -> SampledGroup | None:
+    """Read a group in the hosted APIs' JSON; None where `decode_group` has to."""
+    try:
+        return _decode(body)
+    except (_OtherwiseError, CodecError, orjson.JSONDecodeError):
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entries:
+    """Where the entries are."""
+
+    starts: Positions
+    """int64[E]: of each entry's brace."""
+    ends: Positions
+    """int64[E]: of its closing one."""
+    turns: list[tuple[int, int]]
+    """The entries of each turn, as [first, last + 1)."""
+
+
+def _decode(body: bytes) -> SampledGroup:
+    if len(body) < 2 * _MARGIN:
+        raise _OtherwiseError
+    found = _found(body)
+    token_ids, logprobs = _columns(body, found)
+    pieces, at = [], 0
+    for i, (first, stop) in enumerate(found.turns):
+        pieces += [body[at : found.starts[first]], f'"{_MARK}",{i}'.encode()]
+        at = int(found.ends[stop - 1]) + 1
+    raw = load_json(b"".join([*pieces, body[at:]]))
+    turns: list[SampledTokens | None] = []
+    taken = 0
+    for choice, path in raw_choices(raw):
+        if _is_mark(choice, taken):
+            turns.append(_take(choice, token_ids, logprobs, found.turns[taken]))
+            taken += 1
+        else:
+            turns.append(lift(choice, path))
+    _need(taken == len(found.turns))
+    return SampledGroup(group=validate(TrajectoryGroup, raw), turns=tuple(turns))
+
+
+def _need(fine: object) -> None:
+    if not fine:
+        raise _OtherwiseError
+
+
+def _is_mark(choice: dict[str, Any], number: int) -> bool:
+    logprobs = choice.get("logprobs")
+    return isinstance(logprobs, dict) and logprobs.get("content") == [_MARK, number]
+
+
+def _take(
+    choice: dict[str, Any], token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], turn: tuple[int, int]
+) -> SampledTokens:
+    """As `lift` leaves the choice and answers."""
+    said = choice["logprobs"]
+    del said["content"]
+    _need(not said.get("refusal") and carried(choice) is None and choice.get("token_span") is None)
+    for key in ("token_ids", "token_logprobs", "policy_versions", "token_span"):
+        choice.pop(key, None)
+    choice["logprobs"] = {key: value for key, value in said.items() if value is not None} or None
+    return SampledTokens(token_ids=memoryview(token_ids[slice(*turn)]), logprobs=memoryview(logprobs[slice(*turn)]))
+
+
+def _found(body: bytes) -> _Entries:
+    """Entries are objects that follow each other: `[{…},{…}]` behind `"content":`."""
+    bytes_ = np.frombuffer(body, np.uint8)
+    braces = np.flatnonzero(bytes_ == ord("{"))
+    braces = braces[(braces > _MARGIN // 8) & (braces < len(body) - _MARGIN)]
+    word = _words(body)
+    entry = _is(word, braces, _ENTRY)
+    opens = entry & _is(word, braces - 11, b'"content":[')
+    follows = entry & (bytes_[braces - 1] == ord(",")) & (bytes_[braces - 2] == ord("}"))
+    firsts = np.flatnonzero(opens)
+    _need(len(firsts))
+    breaks = np.flatnonzero(~follows)
+    stops = np.append(breaks, len(braces))[np.searchsorted(breaks, firsts, side="right")]
+    starts = [braces[first:stop] for first, stop in zip(firsts, stops, strict=True)]
+    ends = []
+    for turn in starts:
+        last = body.find(b"}]", turn[-1], turn[-1] + _MARGIN)
+        _need(last > 0)
+        ends += [turn[1:] - 2, np.array([last])]
+    bounds = np.cumsum([0, *map(len, starts)]).tolist()
+    return _Entries(starts=np.concatenate(starts), ends=np.concatenate(ends), turns=list(pairwise(bounds)))
+
+
+def _columns(body: bytes, entries: _Entries) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Token ids int32[E] and log-probabilities float32[E]."""
+    word = _words(body)
+    digits = entries.starts + len(_ENTRY)
+    behind_id = _find(word, digits, b'"', 1)
+    tail = entries.ends + 1 - len(_LAST)
+    _need(_is(word, tail, _LAST).all())
+    if _is(word, behind_id[:1], b'","bytes":[').all():  # as OpenAI's client orders the keys
+        _need(_is(word, behind_id, b'","bytes":[').all())
+        inside = behind_id + 11
+        behind_bytes = _find(word, inside, b"]", _MOST_BYTES // 8)
+        _need(_is(word, behind_bytes, b'],"logprob":').all())
+        number, behind_number = behind_bytes + 12, tail
+    else:  # as vLLM does
+        _need(_is(word, behind_id, b'","logprob":').all())
+        number = behind_id + 12
+        behind_number = _find(word, number, b",", _NUMBER_BYTES // 8)
+        _need(_is(word, behind_number, b',"bytes":[').all())
+        inside, behind_bytes = behind_number + 10, tail - 1
+        _need(_is(word, behind_bytes, b'],"top_lo').all())
+    _check_bytes(word, inside, behind_bytes - inside)
+    return _ids(word, digits, behind_id - digits), _numbers(word, number, behind_number - number)
+
+
+def _words(body: bytes) -> npt.NDArray[np.uint64]:
+    """The eight bytes at every place of a body, as a view."""
+    return np.ndarray((len(body) - 7,), "<u8", body, strides=(1,))
+
+
+def _is(word: npt.NDArray[np.uint64], at: Positions, text: bytes) -> npt.NDArray[np.bool_]:
+    """Whether a text of at least 8 bytes stands at each place."""
+    fits = np.ones(len(at), np.bool_)
+    for i in {*range(0, len(text) - 7, 8), len(text) - 8}:
+        fits &= word[at + i] == np.frombuffer(text, "<u8", 1, i)[0]
+    return fits
+
+
+def _find(word: npt.NDArray[np.uint64], at: Positions, byte: bytes, words: int) -> Positions:
+    """The next place with a byte, from each place on, within so many words."""
+    wanted = _LOW * np.uint64(byte[0])
+    found = at.copy()
+    left = np.arange(len(at))
+    for _ in range(words):
+        other = word[found[left]] ^ wanted
+        zero = (other - _LOW) & ~other & _HIGH  # the lowest bit that is set belongs to the first byte that is equal
+        skipped = np.bitwise_count((zero & (~zero + np.uint64(1))) - np.uint64(1)) >> 3
+        found[left] += skipped
+        left = left[skipped == 8]
+        if len(left) == 0:
+            return found
+    raise _OtherwiseError
+
+
+def _texts(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions, width: int) -> npt.NDArray[np.uint8]:
+    """uint8[E, width]: what stands at each place, spaces behind it."""
+    _need((lengths >= 0).all() and (lengths < width).all())
+    texts = np.empty((len(at), width // 8), np.uint64)
+    for i in range(width // 8):
+        own = _OWN[np.clip(lengths - 8 * i, 0, 8)]
+        texts[:, i] = (word[at + 8 * i] & own) | (_SPACES & ~own)
+    return texts.view(np.uint8)
+
+
+def _ids(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions) -> npt.NDArray[np.int32]:
+    texts = _texts(word, at, lengths, _ID_BYTES)
+    _need((lengths > 0).all() and ((texts - np.uint8(48) < 10).sum(axis=1) == lengths).all())
+    # Digits to the right, zeros before them.
+    shifted = texts.view("<u8")[:, 0] << (8 * (_ID_BYTES - lengths)).astype(np.uint64)
+    ones = (shifted & np.uint64(0x0F0F0F0F0F0F0F0F)).view(np.uint8).reshape(-1, _ID_BYTES)
+    return (ones @ (10 ** np.arange(_ID_BYTES - 1, -1, -1))).astype(np.int32)
+
+
+def _numbers(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions) -> npt.NDArray[np.float32]:
+    """JSON says what is a number, and which: they are read as one list, with the spaces that JSON allows."""
+    longest = int(lengths.max())
+    _need((lengths > 0).all() and longest < _NUMBER_BYTES)
+    texts = _texts(word, at, lengths, 8 * (longest // 8 + 1))
+    texts[:, -1] = ord(",")
+    texts[-1, -1] = ord(" ")
+    values = orjson.loads(b"[" + texts.tobytes() + b"]")
+    _need(len(values) == len(at) and {*map(type, values)} <= {float, int})
+    with np.errstate(over="ignore"):
+        numbers = np.array(values, np.float64).astype(np.float32)
+    _need(np.isfinite(numbers).all())
+    return numbers
+
+
+def _check_bytes(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions) -> None:
+    """Numbers with commas between them, as JSON wants them. Nobody reads them, and a group with others is no JSON."""
+    width = 8
+    while True:
+        chosen = lengths < width if width == 8 else (lengths < width) & (lengths >= width // 2)
+        if chosen.any():
+            _check_digits(_texts(word, at[chosen], lengths[chosen], width), lengths[chosen])
+        if width >= _MOST_BYTES:
+            _need((lengths < width).all())
+            return
+        width *= 2
+
+
+def _check_digits(texts: npt.NDArray[np.uint8], lengths: Positions) -> None:
+    digit, comma, blank = texts - np.uint8(48) < 10, texts == ord(","), texts == ord(" ")
+    _need((digit | comma | blank).all())
+    _need(((digit | comma).sum(axis=1) == lengths).all())  # a space of the sender's own
+    _need(not (comma[:, 0].any() or (comma[:, :-1] & ~digit[:, 1:]).any()))
+    begins = np.ones_like(digit)
+    begins[:, 1:] = comma[:, :-1]
+    _need(not (begins[:, :-1] & (texts[:, :-1] == ord("0")) & digit[:, 1:]).any())
