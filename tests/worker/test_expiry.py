@@ -96,6 +96,4 @@ def test_groups_whose_job_never_came_time_out_too() -> None:
     run.admit(waiting(3, 0, "j"))
     run.jobs["j"] = replace_since(run, SENT)
     (found,) = timed_out(run.jobs, run.waiting.values(), now=SENT + timedelta(seconds=LIMIT), timeout_seconds=LIMIT)
-    assert not found.has_document
     assert found.message.startswith("the record of job j did not come within 60 min")
-    assert timed_out(job_with(1, 2).jobs, [], now=SENT + timedelta(seconds=LIMIT), timeout_seconds=LIMIT)[0].has_document

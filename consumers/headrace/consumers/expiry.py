@@ -32,12 +32,10 @@ class Expired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedOut:
-    """A job that must fail now, and its groups be refused as `job_timed_out`."""
+    """A job that must fail now, and its groups be refused as `job_timed_out`; also one whose record never came, which nobody sees yet."""
 
     job_id: str
     message: str
-    has_document: bool
-    """False: its record never came, so nobody sees a job; its groups are refused and its id is closed."""
 
 
 def expired(waiting: Iterable[Waiting], *, now_ms: int, retention_ms: int | None) -> list[Expired]:
@@ -81,7 +79,7 @@ def timed_out(jobs: Mapping[str, OpenJob], waiting: Iterable[Waiting], *, now: d
         came = there[job.job_id] | set(job.refused)
         if job.record_offset is not None and set(job.group_ids) <= came:
             continue
-        found.append(TimedOut(job_id=job.job_id, message=_timed_out(job, came, timeout_seconds), has_document=job.document is not None))
+        found.append(TimedOut(job_id=job.job_id, message=_timed_out(job, came, timeout_seconds)))
     return found
 
 
