@@ -76,8 +76,10 @@ def write_rows(
         ranks: Of the world.
         seed: Of the step.
     """
+    if plan.report_rows == "none":
+        return
     placed = _placed(updates, stats, ranks)
-    if plan.report_rows == "none" or not placed:
+    if not placed:
         return
     numbers = np.arange(len(placed))
     if plan.report_rows == "sample" and len(placed) > SAMPLE:
