@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
+import pytest
 from tests.worker.conftest import WorkerProcess, following, learner
 from tests.worker.groups import group
 from tests.worker.stored_steps import folders, put_folder
@@ -23,6 +24,7 @@ async def until_gone(store: ObjectStore, gone: set[str], seconds: float = 120) -
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 async def test_rule_14_reports_stay_snapshots_go_by_policy_and_a_killed_workers_files_with_the_next_one(
     settings: Settings, start_worker: Start
 ) -> None:
