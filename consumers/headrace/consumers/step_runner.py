@@ -104,11 +104,15 @@ class StepRunner:
         while True:
             timer = _Timer(time.perf_counter(), {})
             try:
+                # Before the plan: a step that is run again fetches a KL reference of its own, and one a model is kept.
+                snapshot = await self._catch_up.ready(run.state)
                 plan = await self._plan(run, batch, config)
+            except StateNotHeldError as error:
+                logger.warning("%s: caught up once more", error)  # the world broke, or another's turn did
+                continue
             except ReferenceMissingError as error:
                 raise BatchGivenUpError(str(error)) from error
             try:
-                snapshot = await self._catch_up.ready(run.state)
                 timer.lap("catch_up")
                 result = await self._world.run(plan, snapshot)
                 timer.lap("in_world")
@@ -116,7 +120,7 @@ class StepRunner:
             except (ObjectNotFoundError, DigestMismatchError) as error:
                 raise ModelDivergedError(f"the snapshot of step {run.state.snapshot_step} can't be used: {error}") from error
             except StateNotHeldError as error:
-                logger.warning("%s: caught up once more", error)  # the world broke, or another's turn did, after it was caught up
+                logger.warning("%s: caught up once more", error)  # as above, after it was caught up
                 shutil.rmtree(plan.out_dir, ignore_errors=True)
             except (StepFailedError, RankDiedError) as error:
                 shutil.rmtree(plan.out_dir, ignore_errors=True)
