@@ -207,8 +207,16 @@ def _stream(run: ModelRun) -> Batch | None:
 def _job(run: ModelRun, job: OpenJob) -> Batch | None:
     if job.record_offset is None or (job.document is not None and job.document.state is JobState.PAUSED):
         return None
-    groups = tuple(waiting for waiting in run.waiting.values() if waiting.job_id == job.job_id)
-    if not set(job.group_ids) <= {waiting.group.group_id for waiting in groups} | set(job.refused):
+    if not has_all_groups(run, job):
         return None
+    groups = tuple(waiting for waiting in run.waiting.values() if waiting.job_id == job.job_id)
     last = max((waiting.offset for waiting in groups), default=0)
     return Batch(groups=groups, job_id=job.job_id, cut="job", completed_at=max(job.record_offset, last))
+
+
+def has_all_groups(run: ModelRun, job: OpenJob) -> bool:
+    """Whether a job's record was read, and each group that it names waits or was refused."""
+    if job.record_offset is None:
+        return False
+    missing = set(job.group_ids) - set(job.refused)
+    return not missing or missing <= {waiting.group.group_id for waiting in run.waiting.values() if waiting.job_id == job.job_id}

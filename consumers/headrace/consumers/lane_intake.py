@@ -14,6 +14,7 @@ from aiokafka import ConsumerRecord
 
 from headrace.consumers.admission import AdmissionRequest, AdmissionResult, Admitted, NotTokenized, Refused, Unreadable
 from headrace.consumers.admission_pool import AdmissionPool
+from headrace.consumers.cut import has_all_groups
 from headrace.consumers.dead_letters import dead_letter
 from headrace.consumers.lane_book import LaneBook
 from headrace.consumers.lane_commands import CommandHandler
@@ -173,6 +174,10 @@ class LaneIntake:
             return _why_not(run)
         if job_id is not None and job_id in run.closed:
             return RejectionReason.JOB_CLOSED, f"job {job_id} has ended"
+        job = None if job_id is None or offset in run.recovering else run.jobs.get(job_id)
+        if job is not None and has_all_groups(run, job):
+            # Whether its step has run by now is a matter of time; that it had all it names stands in the log (rule 9).
+            return RejectionReason.JOB_CLOSED, f"job {job_id} had all its groups before this one came"
         # A group that was pending when the lane was claimed is in the window already, by itself.
         if offset not in run.recovering and run.window.seen(group_id):
             return RejectionReason.DUPLICATE, f"group {group_id} was admitted among the last {self._settings.worker.duplicate_window}"
