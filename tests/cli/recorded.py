@@ -1,4 +1,4 @@
-"""A ledger as a worker would have left it: two models, reports, a group that waits, one that was refused, an incarnation that has ended."""
+"""A ledger as a worker would have left it: two models and a fork, reports, a group that waits, one refused, an incarnation that has ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,12 @@ from headrace.core.topic_admin import apply
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.report import ReportedGroup, ReportedTrajectory, StepReport
-from headrace.schemas.state import ModelState, Pending, StepRecord
+from headrace.schemas.state import ModelState, Pending, StartFrom, StepRecord, TrainingScalars
 from headrace.schemas.training import ModelSettings, TrainConfig
 from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
+from headrace.schemas.weights import WeightsRef
 
-SOLVER, SECOND = (model_id_of("default", "default", name) for name in ("solver", "second"))
+SOLVER, SECOND, FORK = (model_id_of("default", "default", name) for name in ("solver", "second", "fork"))
 METRICS = {"tokens": 96.0, "reward_mean": 0.5, "lag_mean": 0.25, "ratio_mean": 1.5, "seconds_pack": 0.25, "seconds_update": 0.5}
 
 
@@ -108,6 +109,16 @@ async def write_recorded(settings: Settings, scratch: Path) -> Recorded:
     ]
     learning_rate = {"train": {"learning_rate": 3e-5}, "lora": {"r": 4}}
     await write(settings, [*second, _state(SECOND, "second", version=2, settings=learning_rate)], key=SECOND)
+    origin = StartFrom(
+        snapshot=WeightsRef(uri="file:///store/forks/f/snapshot", digest="0" * 64),
+        scalars=TrainingScalars(updates=2),
+        forked_from=SOLVER,
+        incarnation="new",
+        step=2,
+        attempt="attempt-2",
+    )
+    fork = record(1, model_id=FORK, incarnation="s", cut="forked", updates=0, loss=None).model_copy(update={"forked": origin})
+    await write(settings, [fork, _state(FORK, "fork", version=1)], key=FORK)
     environment = {
         "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": str(settings.kafka.bootstrap_servers),
         "HEADRACE_TOPICS__PREFIX": settings.topics.prefix,

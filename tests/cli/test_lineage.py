@@ -1,5 +1,6 @@
 """`headrace lineage` on a ledger in the real broker."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,16 @@ def test_an_incarnation_that_has_ended_has_its_own_lineage(cli: Headrace):
     found = cli("lineage", "solver", "--version", "2", "--incarnation", "old", "--json").json
     assert [each["version"] for each in found["versions"]] == [2]
     assert cli("lineage", "solver", "--group", "waits", "--incarnation", "old").code == 1
+
+
+def test_a_fork_says_what_it_begins_with(cli: Headrace):
+    (version,) = cli("lineage", "fork", "--version", "1", "--json").json["versions"]
+    assert (version["forked"]["forked_from"], version["forked"]["step"], version["groups"]) == (SOLVER, 2, [])
+    out = cli("lineage", "fork", "--version", "1").out
+    assert ["1", "forked", "-", "(none)", "-", "-", "-", "-", "-"] in [line.split() for line in out.splitlines()]
+    assert f"version 1 is a fork of model {SOLVER} after its step 2: `headrace lineage {SOLVER} --version 2 --all`" in out
+    shown = cli("inspect", "fork", "1").out
+    assert re.search(rf"^  forked_from +{SOLVER}$", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
