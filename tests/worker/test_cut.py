@@ -7,7 +7,8 @@ import pytest
 
 from headrace.consumers.cut import judge, next_batch
 from headrace.consumers.duplicates import DuplicateWindow
-from headrace.consumers.model_run import ModelRun, Waiting
+from headrace.consumers.model_run import ModelRun
+from headrace.consumers.waiting import Waiting
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import ModelState

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from headrace.consumers.model_run import Waiting
+from headrace.consumers.waiting import Waiting
 from headrace.schemas.jobs import JobState
 from headrace.schemas.state import OpenJob
 

@@ -4,7 +4,6 @@ Guarantees: `state_at` is the state that a transaction may commit at any moment:
 reported with it, or pending. Gives up: any truth after a failed commit; the lane then throws its runs away and reads again (rule 5).
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,31 +12,17 @@ from typing import Any, Literal
 
 from headrace.consumers.duplicates import DuplicateWindow
 from headrace.consumers.state_bounds import DETAIL_LIMIT, MESSAGE_LIMIT, OPEN_JOBS_BYTES, JobSizes, latest
+from headrace.consumers.waiting import Waiting
 from headrace.schemas.base import utc_now
 from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, TrajectoryRejected
 from headrace.schemas.jobs import TRANSITIONS, JobDocument, JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import Intent, ModelState, OpenJob, Pending, StartFrom
-from headrace.trainer.groups import RejectedTrajectory, TokenizedGroup
+from headrace.trainer.groups import RejectedTrajectory
 
 ModelStatus = Literal["active", "deleted", "diverged", "stopped"]
 REPORTED = 5_000
 """Refusals that the report of one step lists."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """An admitted group in its bucket."""
-
-    offset: int
-    group: TokenizedGroup
-    job_id: str | None
-    producer: str | None = None
-    """`ce_source` of its record."""
-    timestamp_ms: int = -1
-    """When the log took it; -1: not known."""
-    admitted_at: float = field(default_factory=time.monotonic, compare=False)
-    """Seconds by this process's clock: a linger counts from here."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 
 from headrace.consumers.cut import Batch
-from headrace.consumers.model_run import Waiting
+from headrace.consumers.waiting import Waiting
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
 from headrace.schemas.report import ReportedGroup, ReportedTrajectory, RowsKept, StepReport
 from headrace.trainer.advantages import batch_credits
