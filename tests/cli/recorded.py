@@ -1,4 +1,4 @@
-"""A ledger as a worker would have left it: two models and a fork, reports, a group that waits, one refused, an incarnation that has ended."""
+"""A ledger as a worker would have left it: two models, a fork, reports, a group that waits, one refused, an incarnation that has ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
