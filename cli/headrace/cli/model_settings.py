@@ -18,13 +18,16 @@ class ModelSettingsError(HeadraceError):
     """Settings that make no model."""
 
 
-def model_settings(file: Path | None, options: dict[str, Any], preset: TrainConfig | None = None) -> ModelSettings:
+def model_settings(
+    file: Path | None, options: dict[str, Any], preset: TrainConfig | None = None, below: ModelSettings | None = None
+) -> ModelSettings:
     """Settings of a model.
 
     Args:
         file: JSON or YAML with fields of `ModelSettings`; None: defaults.
         options: By path, as `batch.groups_per_step`; None is not given.
         preset: Training options below those of the file; None: defaults.
+        below: Settings that hold where nothing else says otherwise, the preset included; None: defaults.
 
     Raises:
         ModelSettingsError: says where and what.
@@ -36,6 +39,8 @@ def model_settings(file: Path | None, options: dict[str, Any], preset: TrainConf
         if not isinstance(train, dict):
             raise ModelSettingsError(f"{where}: train must be an object")
         data["train"] = preset.model_dump(exclude_unset=True) | train
+    if below is not None:
+        data = _over(below.model_dump(exclude_unset=True), data)
     for path, value in options.items():
         if value is not None:
             *sections, field = path.split(".")
@@ -53,6 +58,14 @@ def model_settings(file: Path | None, options: dict[str, Any], preset: TrainConf
     if unknown := list(_unknown(settings)):
         raise ModelSettingsError(f"{where}: unknown fields {', '.join(unknown)}")
     return settings
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = {**below, **above}
+    for name in below.keys() & above.keys():
+        if isinstance(below[name], dict) and isinstance(above[name], dict):
+            merged[name] = _over(below[name], above[name])
+    return merged
 
 
 def _load(file: Path) -> dict[str, Any]:

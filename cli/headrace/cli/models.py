@@ -33,6 +33,10 @@ def create(  # noqa: PLR0917 - typer passes them by name
     max_sequence_tokens: Annotated[int | None, typer.Option(help="Refuse longer trajectories.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the model.")] = None,
     settings: Annotated[Path | None, typer.Option(help="JSON or YAML file with all settings; options win over it.")] = None,
+    shadow_of: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Train on the groups of this model under worker.shadow_prefix; its settings are the defaults."),
+    ] = None,
     wait: Wait = False,
     timeout: Seconds = 120,
     as_json: AsJson = False,
@@ -45,23 +49,23 @@ def create(  # noqa: PLR0917 - typer passes them by name
 
     if full and lora_rank is not None:
         raise typer.BadParameter("it is of an adapter, but --full trains all parameters: leave one of them out", param_hint="--lora-rank")
-    wanted = model_settings(
-        settings,
-        {
-            "base_model": base_model,
-            "adaptation": None if full is None else ("full" if full else "lora"),
-            "lora.r": lora_rank,
-            "batch.groups_per_step": groups_per_step,
-            "train.learning_rate": learning_rate,
-            "max_policy_lag": max_policy_lag,
-            "max_sequence_tokens": max_sequence_tokens,
-            "seed": seed,
-        },
-        None if preset is None else presets.preset(preset),
-    )
+    options = {
+        "base_model": base_model,
+        "adaptation": None if full is None else ("full" if full else "lora"),
+        "lora.r": lora_rank,
+        "batch.groups_per_step": groups_per_step,
+        "train.learning_rate": learning_rate,
+        "max_policy_lag": max_policy_lag,
+        "max_sequence_tokens": max_sequence_tokens,
+        "seed": seed,
+    }
 
     async def run() -> "ModelView":
-        view = await models.create_model(process, project=project, name=name, model=wanted)
+        shadowed = None if shadow_of is None else await models.shadowed_model(process, model_id(process, project, shadow_of))
+        below = None if shadowed is None else shadowed.settings
+        wanted = model_settings(settings, options, None if preset is None else presets.preset(preset), below)
+        source = None if shadowed is None else shadowed.model_id
+        view = await models.create_model(process, project=project, name=name, model=wanted, shadow_of=source)
         return await models.wait_for_model(process, view, timeout) if wait else view
 
     process = Settings()
@@ -160,6 +164,7 @@ def _as_dict(view: "ModelView") -> dict[str, Any]:
         "status": view.status,
         "status_detail": view.status_detail,
         "worker_group": view.worker_group,
+        "shadow_of": view.shadow_of,
         "created_at": view.created_at,
         "policy_version": view.state.policy_version if view.state else 0,
         "settings": view.settings.model_dump(mode="json"),

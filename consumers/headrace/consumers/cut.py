@@ -65,7 +65,10 @@ def next_batch(run: ModelRun) -> Batch | None:
             run.move_job(first.job_id, JobState.FAILED, message=message)
             continue
         limit = _row_length(run, first)
-        judged = [(waiting, judge(run.state.settings, run.state.policy_version, waiting.group, limit)) for waiting in first.groups]
+        shadow = run.state.shadow_of is not None
+        judged = [
+            (waiting, judge(run.state.settings, run.state.policy_version, waiting.group, limit, shadow=shadow)) for waiting in first.groups
+        ]
         refused = [(waiting, verdict.refusal) for waiting, verdict in judged if verdict.refusal is not None]
         if not refused:
             return replace(
@@ -95,7 +98,7 @@ class Verdict:
     """Why nothing may."""
 
 
-def judge(settings: ModelSettings, version: int, group: TokenizedGroup, limit: int | None = None) -> Verdict:
+def judge(settings: ModelSettings, version: int, group: TokenizedGroup, limit: int | None = None, *, shadow: bool = False) -> Verdict:
     """Which members train now, and whether the rest is enough for the model's policy.
 
     Args:
@@ -103,7 +106,10 @@ def judge(settings: ModelSettings, version: int, group: TokenizedGroup, limit: i
         version: That the step starts from.
         group: As it waits.
         limit: Tokens of the longest sequence, where the job has a limit of its own.
+        shadow: The versions that the group says are another model's: they are left out, and no lag is known (rule 18).
     """
+    if shadow:
+        group = _without_versions(group)
     kept: list[TokenizedTrajectory] = []
     lost: list[RejectedTrajectory] = []
     for index, trajectory in zip(group.indices, group.trajectories, strict=True):
@@ -117,6 +123,19 @@ def judge(settings: ModelSettings, version: int, group: TokenizedGroup, limit: i
     rejected = sorted((*group.rejected, *lost), key=lambda member: member.index)
     rest = replace(group, trajectories=tuple(kept), rejected=tuple(rejected))
     return Verdict(group=rest, lost=tuple(lost), refusal=refusal_of(rest, settings.batch) if lost else None)
+
+
+def _without_versions(group: TokenizedGroup) -> TokenizedGroup:
+    trajectories = (
+        replace(
+            trajectory,
+            initial_policy_version=None,
+            final_policy_version=None,
+            sequences=tuple(replace(sequence, policy_versions=None) for sequence in trajectory.sequences),
+        )
+        for trajectory in group.trajectories
+    )
+    return replace(group, trajectories=tuple(trajectories))
 
 
 class _UnfitError(Exception):

@@ -138,7 +138,7 @@ class Lane:
         reader = LaneReader(self._options, self._topics, self.lane, self._settings.groups_topic)
         try:
             await writer.start()
-            memory = await read_states(self._options, self._topics, self.lane)
+            memory = await read_states(self._options, self._topics, self.lane, self._settings.groups_topic)
             book = self._last = await self._book(memory)
             serving = await self._ready(book, writer, reader)
             self.phase = move(self.phase, LanePhase.SERVING)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from aiokafka import ConsumerRecord
+from pydantic import BaseModel
 
 from headrace.consumers.dead_letters import dead_letter
 from headrace.consumers.duplicates import DuplicateWindow
@@ -60,7 +61,7 @@ class CommandHandler:
             raise record.error
         command = open_record(record.value, header_text(record.headers), COMMANDS)
         key = (record.key or b"").decode(errors="replace")
-        if lane_of(key, self._book.state.partitions) != record.partition:
+        if lane_of(self._home(key, command), self._book.state.partitions) != record.partition:
             raise CodecError(DeadLetterReason.WRONG_LANE, "key", f"{key!r} does not belong to partition {record.partition}")
         if getattr(command, "model_id", None) != key:
             found = getattr(command, "model_id", None)
@@ -75,6 +76,36 @@ class CommandHandler:
             case ResumeModel():
                 self._resume(command)
 
+    def _home(self, model_id: str, command: BaseModel) -> str:
+        """The model whose lane a command belongs to: a shadow is on the lane of the model that it shadows."""
+        if isinstance(command, CreateModel):
+            return command.shadow_of or model_id
+        run = self._book.runs.get(model_id)
+        return (None if run is None else run.state.shadow_of) or model_id
+
+    def _shadow_problem(self, model_id: str, shadow_of: str | None) -> str | None:
+        """Why a model can't train in this worker group, shadow or not; None if it can."""
+        worker = self._settings.worker
+        if worker.shadow_prefix is None and shadow_of is not None:
+            return (
+                f"it is to shadow {shadow_of}, but worker group {worker.group!r} does not shadow: delete it, and create it with the "
+                "settings of a worker group that has worker.shadow_prefix"
+            )
+        if worker.shadow_prefix is None:
+            return None
+        if shadow_of is None:
+            return (
+                f"worker group {worker.group!r} shadows the models under {worker.shadow_prefix!r} (worker.shadow_prefix) and trains on "
+                "nothing else: delete it, and create it with --shadow-of, or with the settings of another worker group"
+            )
+        for other, run in self._book.runs.items():
+            if other != model_id and run.state.shadow_of == shadow_of and run.status == "active":
+                return (
+                    f"{run.state.name} ({other}) shadows {shadow_of} in this worker group already: delete that one and resume this one, or "
+                    "run a worker group with a topics.prefix of its own for this one"
+                )
+        return None
+
     def _create(self, command: CreateModel, offset: int) -> None:
         known = self._book.runs.get(command.model_id)
         if known is not None and known.status != "deleted":
@@ -82,7 +113,7 @@ class CommandHandler:
         if command.worker_group != self._settings.worker.group:
             logger.info("model %s belongs to worker group %s, not ours", command.model_id, command.worker_group)
             return
-        problem = problem_of(command.settings, self._settings.base_models)
+        problem = self._shadow_problem(command.model_id, command.shadow_of) or problem_of(command.settings, self._settings.base_models)
         state = ModelState(
             model_id=command.model_id,
             # From the command's place in the log: whoever applies it makes the same incarnation.
@@ -138,7 +169,8 @@ class CommandHandler:
         run = self._book.runs.get(command.model_id)
         if run is None or run.status not in {"stopped", "diverged"}:
             return
-        if (problem := problem_of(run.state.settings, self._settings.base_models)) is not None:
+        problem = self._shadow_problem(command.model_id, run.state.shadow_of) or problem_of(run.state.settings, self._settings.base_models)
+        if problem is not None:
             run.set_status("stopped", f"it was to be resumed, but {problem}")
             return
         if run.status == "diverged":

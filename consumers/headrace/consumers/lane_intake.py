@@ -2,7 +2,8 @@
 
 Guarantees: records take effect in log order, each once: admitted, refused with a reason, dead-lettered, or known already. An
 unknown model is only called unknown after the commands were read to the end that was written. One poisonous record never takes
-its neighbours down. Gives up: nothing by time; admission is provisional (lag and versions are judged at the cut).
+its neighbours down. A shadow trains on another worker group's records: those of models that nobody shadows, and what can't be read, are
+that group's business and passed by (rule 18). Gives up: nothing by time; admission is provisional (lag and versions are judged at the cut).
 """
 
 import asyncio
@@ -63,6 +64,8 @@ class LaneIntake:
         self._reader = reader
         self._commands = commands
         self._pool = pool
+        self._shadows = settings.worker.shadow_prefix is not None
+        self._commands_read = False
 
     async def recover(self, run: ModelRun, records: Sequence[ConsumerRecord]) -> None:
         """Put the pending groups of a committed state back into their buckets; the lane's position stays."""
@@ -79,6 +82,7 @@ class LaneIntake:
         if any(self._unknown(record) for record in records):
             # They were read before this: a model created before its groups were sent is among the commands.
             self._commands.apply(await self._reader.read_commands_to_end())
+            self._commands_read = True
         routed = [self._route(record) for record in records]
         results = iter(await self._admit([r.request for r in routed if r.request is not None]))
         # No await below: a commit sees the book before or after a record, never in between.
@@ -91,8 +95,18 @@ class LaneIntake:
         self._book.note_news()
 
     def _unknown(self, record: ConsumerRecord) -> bool:
-        key = (record.key or b"").decode(errors="replace")
-        return record.offset >= self._book.state.scanned and key not in self._book.runs
+        if record.offset < self._book.state.scanned or (self._shadows and self._commands_read):
+            # Most of what a shadow reads may be nobody's that it shadows: only what was asked for before the claim is waited for.
+            return False
+        return self._run_of((record.key or b"").decode(errors="replace")) is None
+
+    def _run_of(self, model_id: str) -> ModelRun | None:
+        """The model that trains on the groups of this one: itself, or its shadow."""
+        if not self._shadows:
+            return self._book.runs.get(model_id)
+        shadows = [run for run in self._book.runs.values() if run.state.shadow_of == model_id and run.status != "deleted"]
+        # Only one is active at a time.
+        return min(shadows, key=lambda run: (run.status != "active", run.state.created_at), default=None)
 
     def _route(self, record: ConsumerRecord) -> _Routed:
         if isinstance(record, UnreadableRecord):
@@ -101,7 +115,7 @@ class LaneIntake:
             model_id = _model_id(record, self._book.state.partitions)
         except CodecError as error:
             return _Routed(record=record, run=None, error=error)
-        run = self._book.runs.get(model_id)
+        run = self._run_of(model_id)
         if run is None and record.offset < self._book.state.scanned:
             return _Routed(record=record, run=None)  # dead-lettered by a former claim
         if run is None:
@@ -186,8 +200,8 @@ class LaneIntake:
         return None
 
     def _dead_letter(self, record: ConsumerRecord, error: CodecError) -> None:
-        # A former claim has written it if it stands below what was scanned then.
-        if record.offset >= self._book.state.scanned:
+        # A former claim has written it if it stands below what was scanned then; a shadow leaves it to the group that it shadows.
+        if record.offset >= self._book.state.scanned and not self._shadows:
             self._book.dead_letters.append(dead_letter(self._settings.topic_names, record, error, record.partition))
 
 

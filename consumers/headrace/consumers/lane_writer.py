@@ -44,7 +44,7 @@ class LaneWriter:
     def __init__(self, settings: Settings, lane: int, options: ClientOptions) -> None:
         self._timeout = settings.worker.transaction_timeout_ms / 1000
         self._group_id = settings.worker_group_id
-        self._groups = TopicPartition(settings.topic_names.trajectory_groups, lane)
+        self._groups = TopicPartition(settings.groups_topic, lane)
         self._producer = AIOKafkaProducer(
             **options,
             transactional_id=f"{self._group_id}-lane-{lane}",

@@ -16,6 +16,10 @@ from headrace.schemas.state import LaneState, ModelState
 from headrace.schemas.topics import Topics
 
 
+class GroupsTopicChangedError(HeadraceError):
+    """The lane was claimed with another groups topic: its offsets would mean other records."""
+
+
 class PartitionCountError(HeadraceError):
     """The partition count of the lane topics changed: keys would hash to other lanes."""
 
@@ -30,17 +34,23 @@ class LaneMemory:
     """The end of the lane's `steps` as it was after fencing: the next record of ours stands there or later."""
 
 
-async def read_states(options: ClientOptions, topics: Topics, lane: int) -> LaneMemory:
+async def read_states(options: ClientOptions, topics: Topics, lane: int, groups_topic: str) -> LaneMemory:
     """Read the states of a lane.
 
+    Args:
+        options: From `client_options`.
+        topics: Topic names.
+        lane: Partition number.
+        groups_topic: That the lane's groups are in: a shadow's is under another prefix.
+
     Raises:
-        PartitionCountError: see there.
+        PartitionCountError, GroupsTopicChangedError: see there.
         TopicsDifferError: the lane topics are missing, or do not have one partition count.
         CodecError: a record in `models` that this release can't read.
     """
-    partitions = await lane_count(options, topics)
+    partitions = await lane_count(options, topics, groups_topic)
     latest = latest_by_key(await read_to_end(options, topics.models, [lane]))
-    state = LaneState(lane=lane, partitions=partitions)
+    state = LaneState(lane=lane, partitions=partitions, groups_topic=groups_topic)
     models: dict[str, ModelState] = {}
     for record in latest.values():
         match open_record(record.value, header_text(record.headers), (ModelState, LaneState)):
@@ -53,5 +63,11 @@ async def read_states(options: ClientOptions, topics: Topics, lane: int) -> Lane
             f"the lane topics have {partitions} partitions, but lane {lane} was first claimed with {state.partitions}: keys hash to other "
             "lanes now. Partition counts are fixed at creation: restore the topics, or start a new topic prefix"
         )
+    if state.groups_topic not in {None, groups_topic}:
+        raise GroupsTopicChangedError(
+            f"lane {lane} trained on {state.groups_topic}, and worker.shadow_prefix says {groups_topic} now: the offsets that it keeps "
+            "would mean other records. Restore worker.shadow_prefix, or start a new topic prefix"
+        )
+    state = state.model_copy(update={"groups_topic": groups_topic})
     ends = await end_offsets(options, topics.steps, [lane])
     return LaneMemory(lane=state, models=models, ledger_end=ends[lane])

@@ -21,8 +21,13 @@ async def check_name(settings: Settings, project: str, name: str) -> None:
     """Refuse a name that a living model has.
 
     Raises:
-        ModelRefusedError: it does.
+        ModelRefusedError: it does, or these are the settings of a shadow.
     """
+    if settings.worker.shadow_prefix is not None:
+        raise ModelRefusedError(
+            "--publish-to: a fork of a shadow has no groups of its own to train on (worker.shadow_prefix is set). Shadow with other "
+            "settings (`headrace models create --shadow-of`), or publish a fork of the model that is shadowed"
+        )
     try:
         known = await get_model(settings, model_id_of(settings.account, project, name))
     except UnknownModelError:

@@ -192,7 +192,8 @@ class StepReruns:
                 )
             if answer.group.group_id in exclude:
                 continue
-            verdict = judge(model, record.policy_version_before, answer.group, config.packed_sequence_length)
+            shadow = self._settings.worker.shadow_prefix is not None
+            verdict = judge(model, record.policy_version_before, answer.group, config.packed_sequence_length, shadow=shadow)
             if verdict.refusal is not None:
                 detail = (
                     f"step {record.step}: the group at offset {offset}, which it trained on, would be refused now: {verdict.refusal.detail}"

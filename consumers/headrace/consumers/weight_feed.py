@@ -35,15 +35,17 @@ class WeightFeed:
         topic: Full name of the `weights` topic.
         model_id: Follow this model.
         deployment: Follow whatever names this deployment. Exactly one of the two.
+        shadows: The topic is a shadow group's, where a model is not on the lane of its own id: all partitions are followed.
     """
 
-    def __init__(self, options: ClientOptions, topic: str, *, model_id: str | None, deployment: str | None) -> None:
+    def __init__(self, options: ClientOptions, topic: str, *, model_id: str | None, deployment: str | None, shadows: bool = False) -> None:
         if (model_id is None) == (deployment is None):
             raise ValueError("give either model_id or deployment")
         self._options = options
         self._topic = topic
         self._model_id = model_id
         self._deployment = deployment
+        self._shadows = shadows
         self._latest: WeightsPublished | None = None
         self.target: WeightsPublished | None = None
         self.deleted = False
@@ -58,7 +60,7 @@ class WeightFeed:
             KafkaUnavailableError: Kafka can't be reached, or has no such topic.
         """
         count = await partition_count(self._options, self._topic)
-        return list(range(count)) if self._model_id is None else [lane_of(self._model_id, count)]
+        return list(range(count)) if self._model_id is None or self._shadows else [lane_of(self._model_id, count)]
 
     async def run(self, partition: int) -> None:
         """Follow one partition until cancelled."""

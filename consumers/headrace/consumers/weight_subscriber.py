@@ -70,7 +70,8 @@ class WeightSubscriber:
     ) -> None:
         self._options = client_options(settings.kafka, f"headrace-weights-{engine_id}")
         self._acks_topic = settings.topic_names.weight_acks
-        self._feed = WeightFeed(self._options, settings.topic_names.weights, model_id=model_id, deployment=deployment)
+        shadows = settings.worker.shadow_prefix is not None
+        self._feed = WeightFeed(self._options, settings.topic_names.weights, model_id=model_id, deployment=deployment, shadows=shadows)
         root = cache_dir or Path(".headrace") / "engines" / quote(engine_id, safe="")
         self._cache = WeightCache(open_store(settings.store.url, settings.s3), root, keep_versions)
         self._adapter = adapter

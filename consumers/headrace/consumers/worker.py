@@ -56,7 +56,8 @@ class Worker:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        count = await lane_count(client_options(self._settings.kafka, "headrace-worker"), self._settings.topic_names)
+        options = client_options(self._settings.kafka, "headrace-worker")
+        count = await lane_count(options, self._settings.topic_names, self._settings.groups_topic)
         # Workers of one machine may share a folder in their settings: each works in one of its own below it.
         folder = await asyncio.to_thread(WorkFolder, self._settings.worker.work_dir.absolute())
         worker = self._settings.worker.model_copy(update={"work_dir": folder.path})

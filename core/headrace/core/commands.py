@@ -24,15 +24,21 @@ Sent = tuple[int, int]
 """(lane, offset) of a command."""
 
 
-async def send_command(settings: Settings, command: Command, *, source: str) -> Sent:
+async def send_command(settings: Settings, command: Command, *, source: str, shadow_of: str | None = None) -> Sent:
     """Write a command.
+
+    Args:
+        settings: Of this process.
+        command: What is asked for.
+        source: `ce_source` of the record.
+        shadow_of: Of a shadow, the model that it shadows: they share a lane.
 
     Raises:
         TopicsDifferError: the lane topics are missing, or do not have one partition count.
         KafkaUnavailableError: no broker; nothing was sent, or it is not known: repeating a command is harmless.
     """
     options: ClientOptions = client_options(settings.kafka, "headrace-commands")
-    lane = lane_of(command.model_id, await lane_count(options, settings.topic_names))
+    lane = lane_of(shadow_of or command.model_id, await lane_count(options, settings.topic_names))
     value, headers = seal(command, source=source)
     with plain_errors(options):
         producer = AIOKafkaProducer(**options, enable_idempotence=True, acks="all")

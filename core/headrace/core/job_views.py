@@ -48,6 +48,8 @@ class JobView:
     """(lane, offset) of the last command that no owner has read yet."""
     worker_group: str | None = None
     """Whose workers train the model."""
+    shadow_of: str | None = None
+    """Of a shadow's job: the model that it shadows."""
 
     @property
     def final(self) -> bool:
@@ -77,19 +79,17 @@ def fold_jobs(
             through[state.lane] = state.commands_through
         else:
             models[state.model_id] = state
-    views = {
-        job_id: JobView(job_id=job_id, model_id=model.model_id, state=CANCELLING, document=None, worker_group=model.worker_group)
-        for model in models.values()
-        for job_id in model.cancelled_early
-    }
+    views = {job_id: _cancelled(job_id, model.model_id, model) for model in models.values() for job_id in model.cancelled_early}
     for record in latest_by_key(documents).values():
         document = open_document(record)
+        owner = models.get(document.model_id)
         views[document.job_id] = JobView(
             job_id=document.job_id,
             model_id=document.model_id,
             state=document.state,
             document=document,
-            worker_group=models[document.model_id].worker_group if document.model_id in models else None,
+            worker_group=None if owner is None else owner.worker_group,
+            shadow_of=None if owner is None else owner.shadow_of,
         )
     for record in commands:
         command = _job_command(record)
@@ -99,8 +99,7 @@ def fold_jobs(
         if known is None:
             if not isinstance(command, CancelJob):
                 continue
-            group = models[command.model_id].worker_group if command.model_id in models else None
-            known = JobView(job_id=command.job_id, model_id=command.model_id, state=CANCELLING, document=None, worker_group=group)
+            known = _cancelled(command.job_id, command.model_id, models.get(command.model_id))
         if known.model_id == command.model_id and record.offset >= (known.document.commands_through if known.document else 0):
             views[command.job_id] = asked(known, command, (record.partition, record.offset))
     return views
@@ -132,6 +131,18 @@ def open_document(record: ConsumerRecord) -> JobDocument:
         return cast("JobDocument", open_record(record.value, header_text(record.headers), (JobDocument,)))
     except CodecError as error:
         raise HeadraceError(f"{record.topic} partition {record.partition} offset {record.offset} can't be read: {error}") from error
+
+
+def _cancelled(job_id: str, model_id: str, model: ModelState | None) -> JobView:
+    """A job that somebody wants cancelled and of which nothing else is known."""
+    return JobView(
+        job_id=job_id,
+        model_id=model_id,
+        state=CANCELLING,
+        document=None,
+        worker_group=None if model is None else model.worker_group,
+        shadow_of=None if model is None else model.shadow_of,
+    )
 
 
 def _job_command(record: ConsumerRecord) -> JobCommand | None:

@@ -86,7 +86,14 @@ async def ask(settings: Settings, request: Request, job_id: str, *, model_id: st
         if model_id is None or request != "cancel":
             raise _unknown(job_id)
         model = await get_model(settings, model_id)
-        known = JobView(job_id=job_id, model_id=model_id, state=JobState.PENDING, document=None, worker_group=model.worker_group)
+        known = JobView(
+            job_id=job_id,
+            model_id=model_id,
+            state=JobState.PENDING,
+            document=None,
+            worker_group=model.worker_group,
+            shadow_of=model.shadow_of,
+        )
     if model_id not in {None, known.model_id}:
         raise JobRefusedError(f"job {job_id} is of model {known.model_id}, not of {model_id}")
     if _is_asked_already(known, request):
@@ -95,7 +102,7 @@ async def ask(settings: Settings, request: Request, job_id: str, *, model_id: st
     if asked(known, command, _NOWHERE).command != _NOWHERE:
         why = "which is final" if known.final else "and only a paused job can be" if request == "resume" else "which is to end"
         raise JobRefusedError(f"job {job_id} can't be {_DONE[request]}: it is {known.state}, {why}")
-    return asked(known, command, await send_command(settings, command, source=_SOURCE))
+    return asked(known, command, await send_command(settings, command, source=_SOURCE, shadow_of=known.shadow_of))
 
 
 async def wait_for_job(settings: Settings, view: JobView, seconds: float) -> JobView:

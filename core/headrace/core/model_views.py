@@ -33,6 +33,8 @@ class ModelView:
     settings: ModelSettings
     worker_group: str
     created_at: datetime
+    shadow_of: str | None = None
+    """The model of another worker group whose groups it trains on, and whose lane it is on."""
     state: ModelState | None
     """As its owner wrote it last; None until an owner has read the command."""
     command: tuple[int, int] | None = None
@@ -94,6 +96,7 @@ def _view(state: ModelState) -> ModelView:
         settings=state.settings,
         worker_group=state.worker_group,
         created_at=state.created_at,
+        shadow_of=state.shadow_of,
         state=state,
     )
 
@@ -110,5 +113,6 @@ def created_view(command: CreateModel) -> ModelView:
         settings=command.settings,
         worker_group=command.worker_group,
         created_at=command.created_at,
+        shadow_of=command.shadow_of,
         state=None,
     )

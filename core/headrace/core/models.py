@@ -6,6 +6,7 @@ account, project and name). Gives up: what a command leads to is the owner's to 
 """
 
 import uuid
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -45,7 +46,14 @@ def model_id_of(account: str, project: str, name: str) -> str:
 
 
 async def create_model(
-    settings: Settings, *, project: str, name: str, model: ModelSettings, account: str | None = None, start_from: StartFrom | None = None
+    settings: Settings,
+    *,
+    project: str,
+    name: str,
+    model: ModelSettings,
+    account: str | None = None,
+    start_from: StartFrom | None = None,
+    shadow_of: str | None = None,
 ) -> ModelView:
     """Ask for a model; one that lives already with the same settings is returned as it is.
 
@@ -56,16 +64,24 @@ async def create_model(
         model: What is trained and how; fixed from now on.
         account: Owner; None: `settings.account`.
         start_from: A stored state that it begins with; None: the base model.
+        shadow_of: Id of the model, under `worker.shadow_prefix`, whose groups it trains on; needed there, and only there.
 
     Raises:
         ModelRefusedError: the base model is unknown or can't be trained that way, a name is not usable, or the model lives with
-            other settings; with `start_from`, that it lives at all.
+            other settings; with `start_from`, that it lives at all; the model to shadow can't be shadowed.
         KafkaUnavailableError: no broker; nothing was sent, or it is not known: repeating is harmless.
     """
     account = account or settings.account
     _check_names(account=account, project=project, name=name)
     check_base_model(settings, model)
     model_id = model_id_of(account, project, name)
+    if shadow_of is not None:
+        await _check_shadow(settings, model_id, name, shadow_of)
+    elif settings.worker.shadow_prefix is not None:
+        raise ModelRefusedError(
+            f"worker group {settings.worker.group!r} shadows the models under {settings.worker.shadow_prefix!r} (worker.shadow_prefix): "
+            "say which with --shadow-of, or create the model with settings without worker.shadow_prefix"
+        )
     command = CreateModel(
         model_id=model_id,
         account=account,
@@ -73,11 +89,16 @@ async def create_model(
         name=name,
         settings=model,
         worker_group=settings.worker.group,
+        shadow_of=shadow_of,
         start_from=start_from,
     )
     known = (await _read(settings, model_id)).get(model_id)
+    if known is not None and known.shadow_of != shadow_of:
+        # Also a deleted one: an id stays on one lane.
+        there = "is no shadow" if known.shadow_of is None else f"is a shadow of {known.shadow_of}"
+        raise ModelRefusedError(f"project {project!r} has had a model {name!r} already, which {there}: take another name")
     if known is None or known.status in {"deleted", "deleting"}:
-        place = await send_command(settings, command, source=_SOURCE)
+        place = await send_command(settings, command, source=_SOURCE, shadow_of=shadow_of)
         return replace(created_view(command), command=place)
     if start_from is not None:
         raise ModelRefusedError(f"project {project!r} has a model {name!r} already: take another name, or delete it first")
@@ -100,7 +121,7 @@ async def delete_model(settings: Settings, model_id: str) -> ModelView:
     known = await get_model(settings, model_id)
     if known.status in {"deleted", "deleting"}:
         return known
-    place = await send_command(settings, DeleteModel(model_id=model_id), source=_SOURCE)
+    place = await send_command(settings, DeleteModel(model_id=model_id), source=_SOURCE, shadow_of=known.shadow_of)
     return replace(known, status="deleting", command=place)
 
 
@@ -151,7 +172,7 @@ async def resume_model(settings: Settings, model_id: str) -> ModelView:
         return known
     if known.status not in {"stopped", "diverged"}:
         raise ModelRefusedError(f"model {known.name} ({model_id}) is {known.status}: only one that is stopped or diverged can be resumed")
-    place = await send_command(settings, ResumeModel(model_id=model_id), source=_SOURCE)
+    place = await send_command(settings, ResumeModel(model_id=model_id), source=_SOURCE, shadow_of=known.shadow_of)
     return replace(known, status="resuming", command=place)
 
 
@@ -206,11 +227,61 @@ def check_base_model(settings: Settings, model: ModelSettings) -> None:
         )
 
 
+async def shadowed_model(settings: Settings, model_id: str) -> ModelView:
+    """A model of the worker group that this configuration shadows.
+
+    Raises:
+        ModelRefusedError: this configuration shadows none, or the model can't be shadowed; says why.
+        KafkaUnavailableError: no broker.
+    """
+    return _shadowed(settings, model_id, await _read_shadowed(settings))
+
+
+async def _read_shadowed(settings: Settings) -> dict[str, ModelView]:
+    prefix = settings.worker.shadow_prefix
+    if prefix is None:
+        raise ModelRefusedError(
+            "this configuration shadows no worker group: set worker.shadow_prefix to the topic prefix of the models to shadow, and "
+            "topics.prefix to one of its own"
+        )
+    topics = settings.topics.model_copy(update={"prefix": prefix})
+    return await _read(settings.model_copy(update={"topics": topics}), None)
+
+
+def _shadowed(settings: Settings, model_id: str, there: Mapping[str, ModelView]) -> ModelView:
+    where = f"under {settings.worker.shadow_prefix!r} (worker.shadow_prefix)"
+    known = there.get(model_id)
+    if known is None or known.status in {"deleted", "deleting"}:
+        names = ", ".join(sorted(f"{view.project}/{view.name}" for view in there.values() if view.status not in {"deleted", "deleting"}))
+        raise ModelRefusedError(f"shadow_of: there is no model {model_id} {where}, or it was deleted; there are: {names or 'none'}")
+    if known.shadow_of is not None:
+        raise ModelRefusedError(
+            f"shadow_of: model {known.name!r} {where} is a shadow itself: set worker.shadow_prefix to the prefix that it shadows, and "
+            f"shadow {known.shadow_of}"
+        )
+    return known
+
+
+async def _check_shadow(settings: Settings, model_id: str, name: str, shadow_of: str) -> None:
+    there = await _read_shadowed(settings)
+    _shadowed(settings, shadow_of, there)
+    if model_id in there:
+        raise ModelRefusedError(
+            f"name: {name!r} is the name of a model under {settings.worker.shadow_prefix!r}, and both would have one id: give the shadow a "
+            "name of its own"
+        )
+
+
 async def _read(settings: Settings, model_id: str | None) -> dict[str, ModelView]:
     """Views of all models, or of those on one model's lane."""
-    options = client_options(settings.kafka, "headrace-models")
-    lanes = await lane_count(options, settings.topic_names)
-    return fold(*await read_lanes(options, settings.topic_names, None if model_id is None else [lane_of(model_id, lanes)]))
+    options, topics = client_options(settings.kafka, "headrace-models"), settings.topic_names
+    lanes = await lane_count(options, topics)
+    if model_id is not None:
+        views = fold(*await read_lanes(options, topics, [lane_of(model_id, lanes)]))
+        if model_id in views:
+            return views
+    # A shadow is on the lane of the model that it shadows, which only its own records tell.
+    return fold(*await read_lanes(options, topics, None))
 
 
 def _check_names(**names: str) -> None:

@@ -166,6 +166,17 @@ class Settings(BaseSettings):
     account: str = "default"
     """Owner of the models that the command line creates."""
 
+    @model_validator(mode="after")
+    def _a_shadow_has_topics_of_its_own(self) -> Self:
+        shadowed = self.worker.shadow_prefix
+        if shadowed is not None and _stem(shadowed) == _stem(self.topics.prefix):
+            # Consumer groups and transactional ids carry the stem: an equal one would fence the lanes of the group that is shadowed.
+            raise ValueError(
+                f"worker.shadow_prefix={shadowed!r} and topics.prefix={self.topics.prefix!r} are the same, or differ only in dots, dashes "
+                "and underscores at their end: a shadow needs topics of its own. Set topics.prefix to another name"
+            )
+        return self
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -201,4 +212,8 @@ class Settings(BaseSettings):
 
         It carries the topic prefix: the same group name under two prefixes must not fence each other's lanes.
         """
-        return f"{self.topics.prefix.rstrip('.-_') or 'headrace'}-{self.worker.group}"
+        return f"{_stem(self.topics.prefix)}-{self.worker.group}"
+
+
+def _stem(prefix: str) -> str:
+    return prefix.rstrip(".-_") or "headrace"

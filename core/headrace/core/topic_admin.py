@@ -88,19 +88,25 @@ async def apply(settings: Settings) -> list[TopicReport]:
         return reports
 
 
-async def lane_count(options: ClientOptions, topics: Topics) -> int:
+async def lane_count(options: ClientOptions, topics: Topics, groups_topic: str | None = None) -> int:
     """The one partition count of all lane topics (exactly-once rule 6).
+
+    Args:
+        options: From `client_options`.
+        topics: Topic names.
+        groups_topic: Of a shadow, the topic under another prefix that it trains on: its count must be the same.
 
     Raises:
         TopicsDifferError: a lane topic is missing, or counts differ.
         KafkaUnavailableError: no broker.
     """
     counts = await partition_counts(options)
-    lanes = {topics.full(spec.name): counts.get(topics.full(spec.name)) for spec in TOPICS if spec.lane}
+    names = [topics.full(spec.name) for spec in TOPICS if spec.lane]
+    lanes = {name: counts.get(name) for name in (*names, groups_topic or names[0])}
     if missing := [name for name, count in lanes.items() if count is None]:
         raise TopicsDifferError(
             f"Kafka at {options['bootstrap_servers']} lacks the topics {', '.join(missing)}: "
-            "run `headrace topics apply`, or correct topics.prefix"
+            "run `headrace topics apply`, or correct topics.prefix (worker.shadow_prefix for those of the group that is shadowed)"
         )
     found = {count for count in lanes.values() if count is not None}
     if len(found) > 1:

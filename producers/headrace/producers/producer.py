@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from headrace.core.errors import HeadraceError
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
 from headrace.producers.buffer import ByteBuffer
@@ -49,6 +50,9 @@ class TrajectoryProducer:
         source: `ce_source` of the records: which runtime sent them.
         flush_on_sigterm: None: flush on SIGTERM if the process has no handler of its own; True: also in front of one, which gets
             the signal afterwards; False: never. A host with a handler of its own calls `flush` in it.
+
+    Raises:
+        HeadraceError: the settings are those of a shadow, which trains on another worker group's topic.
     """
 
     def __init__(
@@ -61,6 +65,12 @@ class TrajectoryProducer:
         flush_on_sigterm: bool | None = None,
     ) -> None:
         settings = settings or Settings()
+        if settings.worker.shadow_prefix is not None:
+            raise HeadraceError(
+                f"worker.shadow_prefix is set: these settings are of a worker group that shadows, and nobody reads "
+                f"{settings.topic_names.trajectory_groups}. Send groups with the settings of the group that is shadowed "
+                f"(topics.prefix {settings.worker.shadow_prefix!r}); its shadows read them too"
+            )
         if bootstrap_servers is not None:
             kafka = settings.kafka.model_copy(update={"bootstrap_servers": bootstrap_servers})
             settings = settings.model_copy(update={"kafka": kafka})

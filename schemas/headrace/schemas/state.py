@@ -150,6 +150,8 @@ class LaneState(Record):
     commands_through: int = 0
     partitions: int
     """Partition count when the lane was first claimed; a change is refused (rule 6)."""
+    groups_topic: str | None = None
+    """The topic that all offsets here and in the lane's models are of: a shadow's is under another prefix. A change is refused."""
     clean: bool = True
     """The last owner gave the lane up in order: no batch is suspected of having ended it."""
     updated_at: datetime = Field(default_factory=utc_now)
