@@ -26,7 +26,7 @@ def lane_record(settings: Settings, mark: int, *, partitions: int = 2) -> Outgoi
 
 
 async def mark_of(settings: Settings) -> int:
-    memory = await read_states(client_options(settings.kafka, "test"), settings.topic_names, 0)
+    memory = await read_states(client_options(settings.kafka, "test"), settings.topic_names, 0, settings.groups_topic)
     return memory.lane.mark
 
 
