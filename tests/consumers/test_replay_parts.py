@@ -101,34 +101,31 @@ async def settings(kafka: str, topic_prefix: str, tmp_path: Path) -> Settings:
 async def test_the_way_to_a_step_begins_at_the_nearest_state_that_exists_and_never_before_one_that_began_anew(
     settings: Settings, tmp_path: Path
 ) -> None:
-    """Snapshots at 2, 4 (rebased), 6; and one at 7 that only the model's state names."""
+    """Snapshots at 2, 4 (rebased), 6; one at 7 that no record names; and one of an attempt at 5 that was never committed."""
     store = open_store(settings.store.url, settings.s3)
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "state.json").write_text("{}")
 
-    def stored(step: int) -> WeightsRef:
-        identity = {"model_id": "m", "incarnation": "i", "step": step, "attempt": "a"}
-        return store_folder(store, f"snapshots/{step}", tmp_path / "state", kind="snapshot", **identity)[1]  # type: ignore[arg-type]  # as named
+    def stored(step: int, attempt: str | None = None) -> WeightsRef:
+        name = f"models/m/i/snapshots/{step:08d}-{attempt or f'attempt-{step}'}"
+        identity = {"model_id": "m", "incarnation": "i", "step": step, "attempt": attempt or f"attempt-{step}"}
+        return store_folder(store, name, tmp_path / "state", kind="snapshot", **identity)[1]  # type: ignore[arg-type]  # as named
 
-    refs = {step: stored(step) for step in (2, 4, 6, 7)}
+    refs = {step: stored(step) for step in (2, 4, 6)}
+    stored(7)
+    stored(5, "of another worker")
 
     def step_of(step: int) -> StepRecord:
         cut = "rebased" if step == 4 else "groups_per_step"
-        return record(step, cut=cut).model_copy(update={"snapshot": refs.get(step) if step < 7 else None})
+        return record(step, cut=cut).model_copy(update={"snapshot": refs.get(step)})
 
     await write(settings, [step_of(step) for step in range(1, 9)], key="m")
     state = ModelState(
-        model_id="m",
-        incarnation="i",
-        account="a",
-        project="p",
-        name="agent",
-        worker_group="default",
-        settings=MODEL,
-        scanned=0,
-        snapshot=refs[7],
-        snapshot_step=7,
+        model_id="m", incarnation="i", account="a", project="p", name="agent", worker_group="default", settings=MODEL, scanned=0
     )
+
+    def delete(step: int, name: str) -> None:
+        store.delete(f"models/m/i/snapshots/{step:08d}-attempt-{step}/{name}")
 
     async def way(steps: str) -> tuple[int, int, list[int]]:
         route = await find_route(settings, store, state, StepRange.parse(steps))
@@ -138,10 +135,11 @@ async def test_the_way_to_a_step_begins_at_the_nearest_state_that_exists_and_nev
     assert await way("7..") == (6, 0, [7, 8])
     assert await way("..2") == (0, 0, [1, 2])
     assert await way("3..5") == (2, 0, [3, 4, 5])
-    store.delete("snapshots/7/state.json")  # half deleted is gone
-    store.delete("snapshots/6/manifest.json")
+    assert await way("6") == (4, 0, [5, 6])
+    delete(7, "state.json")  # half deleted is gone
+    delete(6, "manifest.json")
     assert await way("8") == (4, 2, [5, 6, 7, 8])
-    store.delete("snapshots/4/manifest.json")
+    delete(4, "manifest.json")
     with pytest.raises(NothingToReplayError, match="step 4 began anew from a snapshot that is gone"):
         await way("8")
     assert await way("3") == (2, 0, [3])

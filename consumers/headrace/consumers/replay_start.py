@@ -1,21 +1,26 @@
 """Where a replay begins: the nearest state before its first step that still exists, and the ledger's records from there on.
 
-Snapshots are kept for recovery, the last few of each model, so a replay of early steps often begins at the base model. Guarantees: the
-state that is named exists, each of its files was seen in the store; the records are gapless from there to the last step that was asked for.
-Gives up: holding the snapshot against its owner, who may delete it the moment after; the run then says so.
+Snapshots are kept for recovery, the last few of each model, so a replay of early steps often begins at the base model. They are named by
+the ledger, or, where a worker stored one between steps, by the store alone: then the attempt in the name must be the ledger's. Guarantees:
+the state that is named exists, each of its files was seen in the store; the records are gapless from there to the last step that was asked
+for. Gives up: holding the snapshot against its owner, who may delete it the moment after; the run then says so.
 """
 
 import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
+from headrace.consumers.step_folders import StepFolder, list_folders
 from headrace.core.errors import HeadraceError
 from headrace.core.ledger import read_ledger, stream_ledger
 from headrace.core.settings import Settings
 from headrace.core.step_range import StepRange
 from headrace.core.store import DigestMismatchError, ObjectNotFoundError, ObjectStore, read_manifest
+from headrace.core.store.folders import MANIFEST
 from headrace.schemas.state import ModelState, StepRecord
-from headrace.schemas.weights import WeightsRef
+from headrace.schemas.weights import Manifest, WeightsRef
 
 BEGIN_ANEW = frozenset({"rebased", "forked"})
 """Cuts of steps that train nothing: the state is that of their snapshot, however the steps before went."""
@@ -26,11 +31,21 @@ class NothingToReplayError(HeadraceError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Anchor:
-    """A step whose state was stored once."""
+class Start:
+    """A step whose state is stored."""
 
     step: int
     snapshot: WeightsRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """A step whose state was stored once."""
+
+    step: int
+    uri: str
+    digest: str | None
+    """None: of one that no record names."""
     anew: bool = False
     """No step before it leads to it."""
 
@@ -39,7 +54,7 @@ class Anchor:
 class Route:
     """What to run."""
 
-    start: Anchor | None
+    start: Start | None
     """None: the base model."""
     gone: int
     """Snapshots nearer to the first step that do not exist any more."""
@@ -62,11 +77,8 @@ async def find_route(settings: Settings, store: ObjectStore, state: ModelState, 
         NothingToReplayError: the ledger does not have them, or a step that began anew can't be begun any more.
         HeadraceError: Kafka or the store can't be reached.
     """
-    first, last, anchors = await _bounds(settings, state, steps)
-    if state.snapshot is not None and not any(anchor.step == state.snapshot_step for anchor in anchors):
-        # Stored when a worker gave the lane up: no step's record names it.
-        anchors.append(Anchor(step=state.snapshot_step, snapshot=state.snapshot))
-    start, gone = await asyncio.to_thread(_nearest, store, [anchor for anchor in anchors if anchor.step < first])
+    first, last, once = await _bounds(settings, store, state, steps)
+    start, gone = await asyncio.to_thread(_nearest, store, [stored for stored in once if stored.step < first])
     begin = StepRange(first=1 if start is None else start.step + 1, last=last)
     records = await read_ledger(settings, state.model_id, incarnation=state.incarnation, steps=begin, shadow_of=state.shadow_of)
     missing = sorted(set(range(begin.first or 1, last + 1)) - {record.step for record in records})
@@ -75,41 +87,52 @@ async def find_route(settings: Settings, store: ObjectStore, state: ModelState, 
     return Route(start=start, gone=gone, first=first, records=tuple(records))
 
 
-async def _bounds(settings: Settings, state: ModelState, steps: StepRange) -> tuple[int, int, list[Anchor]]:
-    """First and last step that the range means in this ledger, and all that could be begun from."""
-    anchors: list[Anchor] = []
-    found = 0
+async def _bounds(settings: Settings, store: ObjectStore, state: ModelState, steps: StepRange) -> tuple[int, int, list[_Stored]]:
+    """First and last step that the range means in this ledger, and all states that were stored."""
+    folders = {(found.step, found.attempt): found.key for found in await asyncio.to_thread(_snapshots, store, state)}
+    once: list[_Stored] = []
+    end = 0
     stream = stream_ledger(settings, state.model_id, incarnation=state.incarnation, shadow_of=state.shadow_of)
     async with aclosing(stream):
         async for record in stream:
-            found = record.step
+            end = record.step
             if record.snapshot is not None:
-                anchors.append(Anchor(step=record.step, snapshot=record.snapshot, anew=record.cut in BEGIN_ANEW))
-    first, last = steps.first or 1, found if steps.last is None else steps.last
-    if found == 0:
+                anew = record.cut in BEGIN_ANEW
+                once.append(_Stored(step=record.step, uri=record.snapshot.uri, digest=record.snapshot.digest, anew=anew))
+            elif (key := folders.get((record.step, record.attempt))) is not None:
+                once.append(_Stored(step=record.step, uri=store.uri(key), digest=None))
+    first, last = steps.first or 1, end if steps.last is None else steps.last
+    if end == 0:
         raise NothingToReplayError(f"{state.name} has no step yet")
-    if max(first, last) > found:
-        raise NothingToReplayError(f"steps {steps} were asked for, but the ledger of {state.name} ends at step {found}")
-    return first, last, anchors
+    if max(first, last) > end:
+        raise NothingToReplayError(f"steps {steps} were asked for, but the ledger of {state.name} ends at step {end}")
+    return first, last, once
 
 
-def _nearest(store: ObjectStore, anchors: list[Anchor]) -> tuple[Anchor | None, int]:
-    """The last one that exists, and how many behind it do not. Blocks."""
-    for gone, anchor in enumerate(sorted(anchors, key=lambda anchor: -anchor.step)):
-        if _exists(store, anchor.snapshot):
-            return anchor, gone
-        if anchor.anew:
+def _snapshots(store: ObjectStore, state: ModelState) -> list[StepFolder]:
+    return list(list_folders(store, state.model_id, state.incarnation, "snapshot"))
+
+
+def _nearest(store: ObjectStore, once: list[_Stored]) -> tuple[Start | None, int]:
+    """The last one that still exists, and how many behind it do not. Blocks."""
+    for gone, stored in enumerate(sorted(once, key=lambda stored: -stored.step)):
+        if (snapshot := _found(store, stored)) is not None:
+            return Start(step=stored.step, snapshot=snapshot), gone
+        if stored.anew:
             raise NothingToReplayError(
-                f"step {anchor.step} began anew from a snapshot that is gone ({anchor.snapshot.uri}): what came after can't be run again"
+                f"step {stored.step} began anew from a snapshot that is gone ({stored.uri}): what came after can't be run again"
             )
-    return None, len(anchors)
+    return None, len(once)
 
 
-def _exists(store: ObjectStore, snapshot: WeightsRef) -> bool:
+def _found(store: ObjectStore, stored: _Stored) -> WeightsRef | None:
+    """The snapshot, if all of it is there."""
+    key = store.resolve(stored.uri)
     try:
-        manifest = read_manifest(store, snapshot.uri, snapshot.digest)
+        digest = stored.digest or Manifest.model_validate_json(store.get_bytes(f"{key}/{MANIFEST}")).digest
+        manifest = read_manifest(store, stored.uri, digest)
         for file in manifest.files:
-            store.head(f"{store.resolve(snapshot.uri)}/{file.path}")
-    except (ObjectNotFoundError, DigestMismatchError):
-        return False
-    return True
+            store.head(f"{key}/{file.path}")
+    except (ObjectNotFoundError, DigestMismatchError, ValidationError):
+        return None
+    return WeightsRef(uri=stored.uri, digest=digest)
