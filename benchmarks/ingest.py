@@ -2,8 +2,8 @@
 
 Ours is what a lane does with records: its reader, and admission (headers, decoding, checks, tokenizing). All processes of the path share
 one core; the broker has the others. Rates are groups for each second of processor time, of all processes of the path together: what one
-core does when nobody else uses it. The bare consumer polls as the lane's reader does, `read_committed`, and looks at the length of each value:
-once with the reader's fetch size, once with aiokafka's own, which is smaller and slower.
+core does when nobody else uses it. The bare consumer polls as the lane's reader does, `read_committed`, and looks at the length of each
+value: once with the reader's fetch size, once with aiokafka's own, which is smaller and slower.
 The hosted APIs' JSON has no prompt ids: its prompts go through the chat template. It comes compressed, or needs a larger limit than the
 broker's 1 MiB; or it comes as our own senders send what is large: a claim check, with the payload in a file store.
 """
@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import orjson
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
@@ -83,7 +82,9 @@ def _plain_bodies(count: int) -> list[bytes]:
     return bodies
 
 
-async def _fill(settings: Settings, names: tuple[str, str], values: Sequence[bytes], headers: Any, count: int) -> _Case:
+async def _fill(
+    settings: Settings, names: tuple[str, str], values: Sequence[bytes], headers: Sequence[tuple[str, bytes]], count: int
+) -> _Case:
     """Make a topic and fill it; `names`: of the form, and of the compression."""
     name, compression = names
     topics = Topics(prefix=f"{name}-{compression}.".replace(" ", "-"))
@@ -96,7 +97,7 @@ async def _fill(settings: Settings, names: tuple[str, str], values: Sequence[byt
     kind = None if compression == "none" else compression
     async with AIOKafkaProducer(**options, compression_type=kind, max_request_size=_LIMIT, max_batch_size=1 << 20, linger_ms=5) as producer:
         await asyncio.gather(
-            *[await producer.send(topics.trajectory_groups, values[i % len(values)], b"model", headers=headers) for i in range(count)]
+            *[await producer.send(topics.trajectory_groups, values[i % len(values)], b"model", headers=list(headers)) for i in range(count)]
         )
     return _Case(name=name, topics=topics, compression=compression, count=count, bytes=len(values[0]))
 

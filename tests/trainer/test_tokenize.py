@@ -11,7 +11,7 @@ from tests.trainer.tiny import END, START, TEMPLATE, VOCABULARY
 from headrace.schemas.chat import Tool
 from headrace.schemas.reasons import RejectionReason as Reason
 from headrace.schemas.training import TrainConfig
-from headrace.trainer.chat_text import canonical_tool
+from headrace.trainer.chat_text import ChatText, canonical_tool
 from headrace.trainer.plan import BaseSource
 from headrace.trainer.tokenize import BaseUnreadableError, GroupTokenizer
 
@@ -107,6 +107,23 @@ def test_tools_are_rendered_in_one_order_whatever_came(tokenizer: GroupTokenizer
     text = bytes(t for t in sequence.token_ids.tolist() if t < 256)
     assert text.startswith(b'[{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]')
     assert list(canonical_tool(Tool.model_validate(tool))) == ["type", "function"]
+
+
+def test_a_conversation_that_members_share_is_rendered_once(tokenizer: GroupTokenizer, monkeypatch: pytest.MonkeyPatch):
+    rendered: list[object] = []
+    render = ChatText._render
+
+    def noted(self: ChatText, messages: list[dict[str, Any]], *rest: Any, **options: Any) -> str:
+        rendered.append(messages)
+        return render(self, messages, *rest, **options)
+
+    monkeypatch.setattr(ChatText, "_render", noted)
+    calls = [{"function": {"name": "f", "arguments": {"x": x}}} for x in (1, True)]
+    told = [[USER, {"role": "assistant", "content": None, "tool_calls": [call]}, choice("c")] for call in calls]
+    group = tokenize(tokenizer, [USER, choice("a")], [USER, choice("b")], *told)
+    assert len(rendered) == 3
+    prompts = [bytes(t for t in member.sequences[0].token_ids.tolist() if t < 256) for member in group.trajectories]
+    assert (b'"x": 1' in prompts[2], b'"x": true' in prompts[3]) == (True, True), "equal in Python, not in a template"
 
 
 def test_tool_calls_of_an_earlier_turn_are_rendered_once(tokenizer: GroupTokenizer):

@@ -51,6 +51,8 @@ class ChatText:
         self._tokenizer = tokenizer
         self._switches: dict[str, Any] = dict(switches or {})
         self._timed_out = 0
+        self._last: tuple[str, list[int]] | None = None
+        """What was asked for last, and its ids: the members of a group mostly begin with the same conversation."""
         taken = sorted({"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} & self._switches.keys())
         if taken:
             raise ChatTextError(f"chat_template_kwargs can't set {', '.join(taken)}: they are no switches of a template")
@@ -61,8 +63,12 @@ class ChatText:
         Raises:
             ChatTextError: no template, or it raised.
         """
-        text = self._render([_plain(item) for item in items], tools, add_generation_prompt=True)
-        return [int(token_id) for token_id in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+        messages = [_plain(item) for item in items]
+        asked = repr((messages, tools))  # not compared as values: True equals 1, and templates write them differently
+        if self._last is None or self._last[0] != asked:
+            text = self._render(messages, tools, add_generation_prompt=True)
+            self._last = (asked, [int(token_id) for token_id in self._tokenizer(text, add_special_tokens=False)["input_ids"]])
+        return list(self._last[1])
 
     def spoken(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None, *, end: bool = False) -> tuple[list[int], list[bool]]:
         """Token ids of a conversation that ends with an assistant's turn, and which of them are that turn's own.

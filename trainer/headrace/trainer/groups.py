@@ -1,13 +1,17 @@
 """Tokenized groups: what the tokenizing process hands to the rank.
 
 Guarantees: numpy and the standard library only (no torch), so the type crosses a process boundary by pickle protocol 5 and a process
-that only tokenizes stays small; arrays of a sequence have one length; a group knows which of its members were refused, and why.
+that only tokenizes stays small; a group is pickled as four flat arrays, however many sequences it has; arrays of a sequence have one
+length; a group knows which of its members were refused, and why.
 Gives up: immutability of the arrays' content, which nobody writes.
 Shapes: T tokens of one sequence.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -120,6 +124,22 @@ class TokenizedGroup:
     sft: bool = False
     """Examples: every assistant turn is trainable, rewards and versions mean nothing, and log-probabilities may be NaN."""
 
+    def __reduce__(self) -> "tuple[Callable[..., TokenizedGroup], tuple[object, ...]]":
+        sequences = [sequence for trajectory in self.trajectories for sequence in trajectory.sequences]
+        versions = [sequence.policy_versions for sequence in sequences if sequence.policy_versions is not None]
+        arrays = (
+            _flat([sequence.token_ids for sequence in sequences], np.int32),
+            _flat([sequence.trainable for sequence in sequences], np.bool_),
+            _flat([sequence.logprobs for sequence in sequences], np.float32),
+            _flat(versions, np.int32),
+        )
+        spans = [(len(sequence), sequence.policy_versions is not None) for sequence in sequences]
+        members = [
+            (len(member.sequences), member.reward, member.initial_policy_version, member.final_policy_version, member.truncated)
+            for member in self.trajectories
+        ]
+        return _unpickled, (self.group_id, self.rejected, self.exceptions, self.sft, arrays, spans, members)
+
     @property
     def indices(self) -> list[int]:
         """For each of `trajectories`, its index in the group as it was sent."""
@@ -154,3 +174,45 @@ class TokenizedGroup:
     def nbytes(self) -> int:
         """Bytes of all arrays: what the group costs in memory."""
         return sum(sequence.nbytes for trajectory in self.trajectories for sequence in trajectory.sequences)
+
+
+def _flat(arrays: list[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+
+
+def _unpickled(  # noqa: PLR0917 - the order of a pickle
+    group_id: str,
+    rejected: tuple[RejectedTrajectory, ...],
+    exceptions: int,
+    sft: bool,
+    arrays: tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.float32], npt.NDArray[np.int32]],
+    spans: list[tuple[int, bool]],
+    members: list[tuple[int, float, int | None, int | None, int]],
+) -> TokenizedGroup:
+    """A group whose sequences are stretches of its flat arrays."""
+    token_ids, trainable, logprobs, versions = arrays
+    made: list[TokenSequence] = []
+    at = at_versions = 0
+    for length, has_versions in spans:
+        stop = at + length
+        made.append(
+            TokenSequence(
+                token_ids=token_ids[at:stop],
+                trainable=trainable[at:stop],
+                logprobs=logprobs[at:stop],
+                policy_versions=versions[at_versions : at_versions + length] if has_versions else None,
+            )
+        )
+        at, at_versions = stop, at_versions + length * has_versions
+    sequences = iter(made)
+    trajectories = tuple(
+        TokenizedTrajectory(
+            reward=reward,
+            sequences=tuple(islice(sequences, count)),
+            initial_policy_version=initial,
+            final_policy_version=final,
+            truncated=truncated,
+        )
+        for count, reward, initial, final, truncated in members
+    )
+    return TokenizedGroup(group_id=group_id, trajectories=trajectories, rejected=rejected, exceptions=exceptions, sft=sft)
