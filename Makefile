@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-fast lint types bench docs docs-check constraints check clean
+.PHONY: demo test test-fast chaos lint types bench docs docs-check constraints check clean
 .DEFAULT_GOAL := test
 
 # uv installs torch and its kin in a fifth of pip's time; pip brings uv itself.
@@ -25,6 +25,10 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(BIN)/pytest -m 'not slow' $(ARGS)
+
+# Every step once, whatever is killed: docs/exactly-once.md. `make chaos ARGS="--steps 1000 --seed 0"` is the long one.
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check --no-cache .  # a cached "passed" once hid what a fresh clone failed on

@@ -230,4 +230,4 @@ def _claims(workers: Sequence[WorkerProcess]) -> int:
 
 
 def _of(stored: Stored) -> str:
-    return f"step {stored.step} of {stored.model_id[:8]}, attempt {stored.attempt[:8]}, worker {stored.worker.pid}"
+    return f"step {stored.step} of {stored.model_id[:8]}, attempt {stored.attempt[-8:]}, worker {stored.worker.pid}"

@@ -12,11 +12,10 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-
-from headrace.core.processes import die_with
 
 
 def start(environment: dict[str, str], log: Path, sabotage: str | None) -> BaseProcess:
@@ -29,8 +28,8 @@ def start(environment: dict[str, str], log: Path, sabotage: str | None) -> BaseP
 
 
 def _worker(environment: dict[str, str], log: str, sabotage: str | None) -> None:
-    die_with(os.getppid())  # the fork server, which ends with this program
     os.setsid()
+    threading.Thread(target=_end_with_starter, name="starter", daemon=True).start()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -40,6 +39,13 @@ def _worker(environment: dict[str, str], log: str, sabotage: str | None) -> None
     from tests.chaos.worker_main import work  # noqa: PLC0415 - the preloading process has it
 
     work(sabotage)
+
+
+def _end_with_starter() -> None:
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    starter.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def spawn_by_fork() -> None:

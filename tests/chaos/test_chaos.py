@@ -1,0 +1,26 @@
+"""A short chaos run: the proof of `make chaos`, on a few dozen steps."""
+
+from pathlib import Path
+
+import pytest
+from tests.chaos.__main__ import logs, report
+from tests.chaos.run import Options, run
+
+# One of each family; the long run by hand plays them all, many times over.
+FAULTS = (
+    "worker killed between store and commit",
+    "zombie woken between store and commit",
+    "broker killed between store and commit",
+    "rank killed",
+)
+
+
+@pytest.mark.slow
+async def test_what_is_trained_under_faults_is_what_an_undisturbed_run_trains_bit_for_bit(tmp_path: Path) -> None:
+    options = Options(folder=tmp_path, steps=40, seed=1, every=6, faults=FAULTS, warm=True)
+    outcome = await run(options, print)
+    report(outcome)
+    assert outcome.verdict.problems == (), logs(tmp_path)
+    assert (outcome.verdict.lost, outcome.verdict.duplicated, outcome.steps) == (0, 0, 40)
+    assert outcome.faults.total() >= 2
+    assert outcome.in_gap.total() >= 1
