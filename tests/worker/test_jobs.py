@@ -40,10 +40,10 @@ LONG = SftConfig(epochs=8, batch_size=1)
 
 @pytest.fixture(scope="module")
 def lane(kafka: str, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Settings]:
-    """Topics with a worker that gives up incomplete jobs after 15 s; what `before_the_worker` wrote is there when it starts."""
+    """Topics with a worker that gives up incomplete jobs after 25 s; what `before_the_worker` wrote is there when it starts."""
     folder = tmp_path_factory.mktemp("jobs-worker")
     found = settings_of(kafka, f"jobs{uuid.uuid4().hex[:8]}.", folder, tiny_model)
-    found = found.model_copy(update={"worker": found.worker.model_copy(update={"job_timeout_seconds": 15.0})})
+    found = found.model_copy(update={"worker": found.worker.model_copy(update={"job_timeout_seconds": 25.0})})
     asyncio.run(apply(found))
     asyncio.run(before_the_worker(found))
     worker = WorkerProcess(found, folder / "worker.log")
@@ -146,7 +146,7 @@ async def test_a_job_whose_groups_never_all_come_fails_with_the_names_of_those_t
         assert await states_of(seen, 2) == [PENDING, FAILED]
         (refused,) = await seen.until(GroupRejected, 1)
         event = seen.of(JobStateChanged)[-1]
-        assert (event.message or "").startswith("1 of 2 groups came within 15 s (worker.job_timeout_seconds); missing: lost. Send")
+        assert (event.message or "").startswith("1 of 2 groups came within 25 s (worker.job_timeout_seconds); missing: lost. Send")
         await producer.send(group("lost", seed=1, job_id="lacks"))
         late = (await seen.until(GroupRejected, 2))[1]
     assert (refused.group_id, refused.reason) == ("came", RejectionReason.JOB_TIMED_OUT)
