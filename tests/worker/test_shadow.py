@@ -23,6 +23,7 @@ from headrace.cli.main import app
 from headrace.consumers.cut import judge
 from headrace.consumers.lane_book import LaneBook
 from headrace.consumers.lane_commands import CommandHandler
+from headrace.consumers.recover import GroupsTopicChangedError, read_states
 from headrace.consumers.weight_feed import WeightFeed
 from headrace.core.errors import HeadraceError
 from headrace.core.jobs import ask
@@ -40,7 +41,7 @@ from headrace.schemas.envelope import header_text, seal
 from headrace.schemas.events import GroupRejected, StepCompleted
 from headrace.schemas.jobs import JobDocument, JobState
 from headrace.schemas.state import LaneState, ModelState, StepRecord
-from headrace.schemas.topics import TOPICS
+from headrace.schemas.topics import TOPICS, lane_key
 from headrace.schemas.training import ModelSettings
 from headrace.schemas.weights import WeightsPublished
 from headrace.trainer.groups import TokenizedGroup
@@ -221,6 +222,20 @@ async def test_other_lanes_than_those_of_the_group_that_is_shadowed_are_refused(
         await lane_count(options, shadow.topic_names, other.topic_names.trajectory_groups)
     with pytest.raises(TopicsDifferError, match=r"lacks the topics nowhere.*worker.shadow_prefix"):
         await lane_count(options, shadow.topic_names, "nowhere.trajectory-groups")
+
+
+async def test_a_lane_whose_offsets_are_of_another_topic_is_not_claimed(two: tuple[Settings, Settings]) -> None:
+    _, shadow = two
+    options, topics = client_options(shadow.kafka, "test"), shadow.topic_names
+    assert (await read_states(options, topics, 0, shadow.groups_topic)).lane.groups_topic == shadow.groups_topic
+    value, headers = seal(LaneState(lane=0, partitions=LANES, scanned=9, groups_topic=shadow.groups_topic), source="test")
+    producer = AIOKafkaProducer(**options)
+    await producer.start()
+    await producer.send_and_wait(topics.models, value, key=lane_key(0).encode(), partition=0, headers=headers)
+    await producer.stop()
+    assert (await read_states(options, topics, 0, shadow.groups_topic)).lane.scanned == 9
+    with pytest.raises(GroupsTopicChangedError, match=f"trained on {shadow.groups_topic}, and .* says {topics.prefix}"):
+        await read_states(options, topics, 0, topics.trajectory_groups)
 
 
 # With workers.
