@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Mapping
 
 from headrace.consumers.lane_book import LaneBook
-from headrace.consumers.lane_writer import LaneWriter
+from headrace.consumers.lane_writer import LaneWriter, OutcomeUnknownError
 from headrace.consumers.transaction import CommittedStep, TakenSnapshot, build
 from headrace.schemas.topics import Topics
 
@@ -29,6 +29,8 @@ class LaneCommitter:
         self._topics = topics
         self._source = source
         self._one_at_a_time = asyncio.Lock()
+        self._void = False
+        """A commit did not return cleanly: it may be in, and memory does not say so."""
 
     async def quiet(self) -> None:
         """Wait until no commit is on its way: cancelling one would leave its outcome open."""
@@ -50,6 +52,9 @@ class LaneCommitter:
         """
         book = self._book
         async with self._one_at_a_time:
+            if self._void:
+                raise OutcomeUnknownError("an earlier commit did not return")
+            self._void = True
             transaction = build(
                 topics=self._topics,
                 source=self._source,
@@ -69,3 +74,4 @@ class LaneCommitter:
             book.state = transaction.lane.model_copy(update={"commands_through": book.state.commands_through})
             if step is not None:
                 book.ledger_end = written[self._topics.steps] + 1
+            self._void = False
