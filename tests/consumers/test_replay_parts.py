@@ -107,7 +107,7 @@ async def test_the_way_to_a_step_begins_at_the_nearest_state_that_exists_and_nev
     (tmp_path / "state" / "state.json").write_text("{}")
 
     def stored(step: int, attempt: str | None = None) -> WeightsRef:
-        name = f"models/m/i/snapshots/{step:08d}-{attempt or f'attempt-{step}'}"
+        name = f"models/m/i/snapshots/{step:08d}-a-new-name"
         identity = {"model_id": "m", "incarnation": "i", "step": step, "attempt": attempt or f"attempt-{step}"}
         return store_folder(store, name, tmp_path / "state", kind="snapshot", **identity)[1]  # type: ignore[arg-type]  # as named
 
@@ -125,7 +125,7 @@ async def test_the_way_to_a_step_begins_at_the_nearest_state_that_exists_and_nev
     )
 
     def delete(step: int, name: str) -> None:
-        store.delete(f"models/m/i/snapshots/{step:08d}-attempt-{step}/{name}")
+        store.delete(f"models/m/i/snapshots/{step:08d}-a-new-name/{name}")
 
     async def way(steps: str) -> tuple[int, int, list[int]]:
         route = await find_route(settings, store, state, StepRange.parse(steps))

@@ -1,7 +1,7 @@
 """Where a replay begins: the nearest state before its first step that still exists, and the ledger's records from there on.
 
 Snapshots are kept for recovery, the last few of each model, so a replay of early steps often begins at the base model. They are named by
-the ledger, or, where a worker stored one between steps, by the store alone: then the attempt in the name must be the ledger's. Guarantees:
+the ledger, or, where a worker stored one between steps, by the store alone: its manifest says which attempt it is the state of. Guarantees:
 the state that is named exists, each of its files was seen in the store; the records are gapless from there to the last step that was asked
 for. Gives up: holding the snapshot against its owner, who may delete it the moment after; the run then says so.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from headrace.consumers.step_folders import StepFolder, list_folders
+from headrace.consumers.step_folders import list_folders
 from headrace.core.errors import HeadraceError
 from headrace.core.ledger import read_ledger, stream_ledger
 from headrace.core.settings import Settings
@@ -43,9 +43,7 @@ class _Stored:
     """A step whose state was stored once."""
 
     step: int
-    uri: str
-    digest: str | None
-    """None: of one that no record names."""
+    snapshot: WeightsRef
     anew: bool = False
     """No step before it leads to it."""
 
@@ -89,18 +87,16 @@ async def find_route(settings: Settings, store: ObjectStore, state: ModelState, 
 
 async def _bounds(settings: Settings, store: ObjectStore, state: ModelState, steps: StepRange) -> tuple[int, int, list[_Stored]]:
     """First and last step that the range means in this ledger, and all states that were stored."""
-    folders = {(found.step, found.attempt): found.key for found in await asyncio.to_thread(_snapshots, store, state)}
+    between = await asyncio.to_thread(_snapshots, store, state)
     once: list[_Stored] = []
     end = 0
     stream = stream_ledger(settings, state.model_id, incarnation=state.incarnation, shadow_of=state.shadow_of)
     async with aclosing(stream):
         async for record in stream:
             end = record.step
-            if record.snapshot is not None:
-                anew = record.cut in BEGIN_ANEW
-                once.append(_Stored(step=record.step, uri=record.snapshot.uri, digest=record.snapshot.digest, anew=anew))
-            elif (key := folders.get((record.step, record.attempt))) is not None:
-                once.append(_Stored(step=record.step, uri=store.uri(key), digest=None))
+            snapshot = record.snapshot or between.get((record.step, record.attempt))
+            if snapshot is not None:
+                once.append(_Stored(step=record.step, snapshot=snapshot, anew=record.cut in BEGIN_ANEW))
     first, last = steps.first or 1, end if steps.last is None else steps.last
     if end == 0:
         raise NothingToReplayError(f"{state.name} has no step yet")
@@ -109,30 +105,35 @@ async def _bounds(settings: Settings, store: ObjectStore, state: ModelState, ste
     return first, last, once
 
 
-def _snapshots(store: ObjectStore, state: ModelState) -> list[StepFolder]:
-    return list(list_folders(store, state.model_id, state.incarnation, "snapshot"))
+def _snapshots(store: ObjectStore, state: ModelState) -> dict[tuple[int, str], WeightsRef]:
+    """What is stored, by step and attempt that it is the state of. Blocks."""
+    found: dict[tuple[int, str], WeightsRef] = {}
+    for folder in list_folders(store, state.model_id, state.incarnation, "snapshot"):
+        try:
+            manifest = Manifest.model_validate_json(store.get_bytes(f"{folder.key}/{MANIFEST}"))
+        except (ObjectNotFoundError, ValidationError):
+            continue  # never finished, or half deleted
+        found[manifest.step, manifest.attempt] = WeightsRef(uri=store.uri(folder.key), digest=manifest.digest)
+    return found
 
 
 def _nearest(store: ObjectStore, once: list[_Stored]) -> tuple[Start | None, int]:
     """The last one that still exists, and how many behind it do not. Blocks."""
     for gone, stored in enumerate(sorted(once, key=lambda stored: -stored.step)):
-        if (snapshot := _found(store, stored)) is not None:
-            return Start(step=stored.step, snapshot=snapshot), gone
+        if _exists(store, stored.snapshot):
+            return Start(step=stored.step, snapshot=stored.snapshot), gone
         if stored.anew:
             raise NothingToReplayError(
-                f"step {stored.step} began anew from a snapshot that is gone ({stored.uri}): what came after can't be run again"
+                f"step {stored.step} began anew from a snapshot that is gone ({stored.snapshot.uri}): what came after can't be run again"
             )
     return None, len(once)
 
 
-def _found(store: ObjectStore, stored: _Stored) -> WeightsRef | None:
-    """The snapshot, if all of it is there."""
-    key = store.resolve(stored.uri)
+def _exists(store: ObjectStore, snapshot: WeightsRef) -> bool:
     try:
-        digest = stored.digest or Manifest.model_validate_json(store.get_bytes(f"{key}/{MANIFEST}")).digest
-        manifest = read_manifest(store, stored.uri, digest)
+        manifest = read_manifest(store, snapshot.uri, snapshot.digest)
         for file in manifest.files:
-            store.head(f"{key}/{file.path}")
-    except (ObjectNotFoundError, DigestMismatchError, ValidationError):
-        return None
-    return WeightsRef(uri=stored.uri, digest=digest)
+            store.head(f"{store.resolve(snapshot.uri)}/{file.path}")
+    except (ObjectNotFoundError, DigestMismatchError):
+        return False
+    return True
