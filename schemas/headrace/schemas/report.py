@@ -1,7 +1,8 @@
 """The step report: what is too large for the ledger, one JSON file for each step in the object store.
 
-`report.json` in the folder that `StepRecord.report` names. Guarantees: group ids, offsets, rewards and producers of all that was trained on;
-what was refused since the step before, with reasons, as far as the worker that ran the step saw it (all of it is in `training-events`).
+`report.json` in the folder that `StepRecord.report` names. Guarantees: group ids, offsets, rewards and producers of all that was
+trained on; what was refused since the step before, with reasons, as far as the worker that ran the step saw it (all of it is in
+`training-events`).
 """
 
 from typing import Literal

@@ -122,7 +122,7 @@ class ModelState(Record):
     needed_from: int | None = None
     """The lowest offset that the steps after the snapshot trained on: a re-run reads from there."""
     window_since: str = ""
-    """Ids admitted since the snapshot, oldest first: 64-bit hashes, little-endian, base64. With the snapshot's they are the duplicate window."""
+    """Ids admitted since the snapshot, oldest first: 64-bit hashes, little-endian, base64. With the snapshot's: the duplicate window."""
     rebasing: str | None = None
     """Why the model had diverged, from its resumption until the step that says so in the ledger is committed."""
     start_from: StartFrom | None = None
@@ -213,7 +213,7 @@ class StepRecord(Record):
     trajectory_refusals: dict[RejectionReason, int] = Field(default_factory=dict)
     """Trajectories refused alone since the step before, by reason."""
     cut: str
-    """What made the cut: `groups_per_step`, `max_tokens_per_step`, `linger` or `job`; `rebased` and `forked` train nothing and begin anew."""
+    """What made the cut: `groups_per_step`, `max_tokens_per_step`, `linger` or `job`; `rebased` and `forked` train nothing."""
     sft: SftConfig | None = None
     """Of a supervised step."""
     rebased: Rebased | None = None
