@@ -6,9 +6,11 @@ from pathlib import Path
 
 import orjson
 import pytest
+from tests.consumers.test_plain_groups import packed, raw_group
+from tests.consumers.test_plain_groups import request as plain_request
 from tests.consumers.tiny_model import TEMPLATE
 
-from headrace.consumers.admission import AdmissionRequest, Admitted, Refused
+from headrace.consumers.admission import AdmissionRequest, Admitted, Refused, Unreadable
 from headrace.consumers.admission_pool import AdmissionPool
 from headrace.core.settings import Settings, StoreSettings
 from headrace.schemas.reasons import RejectionReason
@@ -54,6 +56,15 @@ async def test_a_base_model_that_can_not_be_read_refuses_its_own_groups_only(tin
     assert isinstance(refused, Refused)
     assert (refused.reason, refused.group_id) == (RejectionReason.TOKENIZATION_FAILED, "g")
     assert "config can't be read" in refused.detail
+
+
+async def test_plain_groups_and_others_are_answered_in_the_order_of_the_log(tiny_model: Path, pool: AdmissionPool) -> None:
+    """Plain ones are read at once, the others by the process."""
+    plain = [plain_request(tiny_model, packed(raw_group() | {"group_id": name})) for name in ("a", "d")]
+    broken = plain_request(tiny_model, packed(raw_group())[:-4])
+    answers = await pool.admit([plain[0], request(tiny_model, name="b"), broken, plain[1], request(tiny_model, name="e")])
+    assert isinstance(answers[2], Unreadable)
+    assert [answer.group.group_id for answer in answers if isinstance(answer, Admitted)] == ["a", "b", "d", "e"]
 
 
 async def test_examples_need_a_job_and_lost_members_come_with_their_group(tiny_model: Path, pool: AdmissionPool) -> None:

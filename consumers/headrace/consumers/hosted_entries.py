@@ -104,7 +104,7 @@ def _take(
     for key in ("token_ids", "token_logprobs", "policy_versions", "token_span"):
         choice.pop(key, None)
     choice["logprobs"] = {key: value for key, value in said.items() if value is not None} or None
-    return SampledTokens(token_ids=memoryview(token_ids[slice(*turn)]), logprobs=memoryview(logprobs[slice(*turn)]))
+    return SampledTokens(token_ids=token_ids[slice(*turn)].data, logprobs=logprobs[slice(*turn)].data.cast("B").cast("f"))
 
 
 def _found(body: bytes) -> _Entries:
