@@ -290,7 +290,7 @@ class ModelRun:
 
     def _bound_jobs(self, job_id: str) -> None:
         """End the job that has just grown, if the state has no room for it; one whose record is to come is closed without a document."""
-        if self.sizes.fit(self.jobs):
+        if self.sizes.fit(self.jobs, job_id):
             return
         message = f"backlog_full: the open jobs of this model take more than {OPEN_JOBS_BYTES} bytes: send it again when some have ended"
         if self.jobs[job_id].document is not None:

@@ -3,10 +3,13 @@
 A record takes 1 MiB unless a topic says otherwise. Of that, at most: open jobs 400 kB, pending groups 360 kB (5,000, with UUIDs for job
 ids), the duplicate window's ids since the snapshot 213 kB, ids of jobs that ended or were cancelled early 64 kB, an intent 55 kB.
 
-Guarantees: sizes are those of the JSON that is committed. Gives up: all of them at their limit at once, which is more than a record.
+Guarantees: sizes are those of the JSON that is committed, but for a document's times and counts. Gives up: all of them at their limit at
+once, which is more than a record.
 """
 
 from collections.abc import Mapping, Sequence
+
+import orjson
 
 from headrace.schemas.state import OpenJob
 
@@ -20,19 +23,32 @@ MESSAGE_LIMIT = 4000
 
 
 class JobSizes:
-    """The JSON of a model's open jobs, measured once for each object."""
+    """The JSON of a model's open jobs, measured as they grow."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[OpenJob, int]] = {}
+        self._total = 0
 
-    def fit(self, jobs: Mapping[str, OpenJob]) -> bool:
-        """Whether a state has room for these."""
-        before = self._known
-        self._known = {
-            name: known if (known := before.get(name)) is not None and known[0] is job else (job, len(job.model_dump_json().encode()))
-            for name, job in jobs.items()
-        }
-        return sum(size for _, size in self._known.values()) <= OPEN_JOBS_BYTES
+    def fit(self, jobs: Mapping[str, OpenJob], grown: str) -> bool:
+        """Whether a state has room for these; `grown` is the one that was added or has more in it."""
+        measured = self._known.get(grown, (None, 0))[1]
+        if len(jobs) == len(self._known) + (grown not in self._known):
+            self._known[grown] = (jobs[grown], self._size(jobs[grown]))
+            self._total += self._known[grown][1] - measured
+        else:
+            # Others have ended meanwhile.
+            self._known = {name: (job, self._size(job)) for name, job in jobs.items()}
+            self._total = sum(size for _, size in self._known.values())
+        return self._total <= OPEN_JOBS_BYTES
+
+    def _size(self, job: OpenJob) -> int:
+        before, size = self._known.get(job.job_id, (None, 0))
+        if before is job:
+            return size
+        if before is not None and before.group_ids is job.group_ids and (before.document is None) == (job.document is None):
+            # What a job that waits gets more of; one job may have thousands, and comes here with each.
+            return size + sum(len(orjson.dumps(group_id)) + 1 for group_id in job.refused[len(before.refused) :])
+        return len(job.model_dump_json().encode())
 
 
 def latest(job_ids: Sequence[str]) -> list[str]:
