@@ -15,7 +15,9 @@ from headrace.consumers.balancer import Balancer
 from headrace.consumers.lane import Lane
 from headrace.consumers.work_folder import WorkFolder
 from headrace.consumers.world import TrainerWorld, WorldLostError
-from headrace.core.kafka import client_options
+from headrace.core.durability import durability
+from headrace.core.errors import HeadraceError
+from headrace.core.kafka import ClientOptions, client_options
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
 from headrace.core.topic_admin import lane_count
@@ -58,6 +60,7 @@ class Worker:
             loop.add_signal_handler(number, self.stop)
         options = client_options(self._settings.kafka, "headrace-worker")
         count = await lane_count(options, self._settings.topic_names, self._settings.groups_topic)
+        await self._say_how_safe(options)
         # Workers of one machine may share a folder in their settings: each works in one of its own below it.
         folder = await asyncio.to_thread(WorkFolder, self._settings.worker.work_dir.absolute())
         worker = self._settings.worker.model_copy(update={"work_dir": folder.path})
@@ -84,6 +87,15 @@ class Worker:
             await asyncio.to_thread(folder.remove)
         if world.lost.is_set():
             raise WorldLostError
+
+    async def _say_how_safe(self, options: ClientOptions) -> None:
+        """Whether a power loss can rewind the ledger beneath published weights (rule 20)."""
+        try:
+            found = await durability(options, self._settings.topic_names)
+        except HeadraceError as error:
+            logger.warning("whether a power loss can take back committed steps is not known: %s", error)
+        else:
+            logger.log(logging.INFO if found.safe else logging.WARNING, "%s", found.text)
 
     async def _end_with(self, world: TrainerWorld) -> None:
         await world.lost.wait()

@@ -10,6 +10,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.core.durability import durability
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
 from headrace.core.local.java import find_java, major_version
@@ -59,7 +60,18 @@ def check_kafka(settings: Settings) -> list[Finding]:
         return [broker, Finding(name="topics", ok=False, detail=str(error), advice="see the broker's log and our rights on it")]
     wrong = [f"{report.topic} {report.state}" for report in reports if report.state != "equal"]
     detail = ", ".join(wrong) or f"{len(reports)} topics with prefix {settings.topics.prefix!r}, {settings.topics.partitions} lanes"
-    return [broker, Finding(name="topics", ok=not wrong, detail=detail, advice="run `headrace topics apply`" if wrong else "")]
+    topics = Finding(name="topics", ok=not wrong, detail=detail, advice="run `headrace topics apply`" if wrong else "")
+    return [broker, topics, *_power_loss(quick)]
+
+
+def _power_loss(settings: Settings) -> list[Finding]:
+    """Whether the cluster keeps its word without power; a local one need not."""
+    try:
+        found = asyncio.run(durability(client_options(settings.kafka, "headrace-doctor"), settings.topic_names))
+    except HeadraceError:
+        return []  # no topics yet, which is said
+    advice = "" if found.safe else "topics.replication_factor: 3 before `headrace topics apply`, and min.insync.replicas 2 on the brokers"
+    return [Finding(name="power loss", ok=found.safe, detail=found.text, advice=advice, needed=False)]
 
 
 def check_store(settings: Settings) -> list[Finding]:
