@@ -15,6 +15,7 @@ import orjson
 import pytest
 from tests.consumers.conftest import tiny_model as tiny_model  # noqa: PLC0414 - a fixture, shared
 from tests.worker.following import Following
+from tests.worker.stage import stage as stage  # noqa: PLC0414 - a fixture, shared
 
 from headrace.core.kafka import client_options
 from headrace.core.models import ModelView, create_model
