@@ -193,10 +193,10 @@ class Lane:
             f"{self._settings.groups_topic} partition {self.lane}: offsets {book.position} to {first - 1} were deleted by retention before "
             "they were read; groups of this model may be among them. `headrace models resume` goes on without them"
         )
-        logger.error("lane %d: %s", self.lane, detail)
         book.position = first
         for run in book.runs.values():
             if run.status == "active":
+                logger.error("%s stops: %s", run.state.name, detail)
                 run.set_status("stopped", detail)
         book.note_news()
 
