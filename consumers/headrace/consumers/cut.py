@@ -14,7 +14,8 @@ crash, since the group is still pending. A job whose kind is not that of its gro
 
 from dataclasses import dataclass, replace
 
-from headrace.consumers.model_run import ModelRun, Waiting
+from headrace.consumers.model_run import ModelRun
+from headrace.consumers.waiting import Waiting
 from headrace.schemas.jobs import JobState
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import OpenJob

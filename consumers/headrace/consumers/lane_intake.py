@@ -20,7 +20,8 @@ from headrace.consumers.dead_letters import dead_letter
 from headrace.consumers.lane_book import LaneBook
 from headrace.consumers.lane_commands import CommandHandler
 from headrace.consumers.lane_reader import LaneReader, UnreadableRecord
-from headrace.consumers.model_run import ModelRun, Waiting
+from headrace.consumers.model_run import ModelRun
+from headrace.consumers.waiting import Waiting
 from headrace.core.errors import HeadraceError
 from headrace.core.lanes import lane_of
 from headrace.core.settings import Settings
