@@ -105,10 +105,9 @@ async def _calm(
 ) -> tuple[Facts, dict[tuple[int, int], Entry]]:
     began = time.monotonic()
     await prepare(settings, stream)
-    writer = StreamWriter(settings)
     crew = Crew(settings, 1, options.folder / "calm" / "logs", warm=options.warm)
     try:
-        async with Witness(settings) as witness:
+        async with Witness(settings) as witness, StreamWriter(settings) as writer:
             await writer.write(stream.entries)
             await _until_done(stream, writer, witness, crew)
             codes = await crew.end()
@@ -135,11 +134,10 @@ async def _storm(
 ) -> Outcome:
     began = time.monotonic()
     await prepare(settings, stream)
-    writer = StreamWriter(settings)
     crew = Crew(settings, options.workers, options.folder / "storm" / "logs", warm=options.warm, sabotage=options.sabotage)
     tasks: list[asyncio.Task[None]] = []
     try:
-        async with Witness(settings) as witness:
+        async with Witness(settings) as witness, StreamWriter(settings) as writer:
 
             def tell(line: str) -> None:
                 done = len(witness.of(StepRecord))

@@ -64,25 +64,29 @@ class StreamWriter:
     def __init__(self, settings: Settings) -> None:
         self._topic = settings.topic_names.trajectory_groups
         self._store = open_store(settings.store.url, settings.s3)
-        self._options = client_options(settings.kafka, "chaos-writer") | {"request_timeout_ms": 60_000}
+        options = client_options(settings.kafka, "chaos-writer") | {"request_timeout_ms": 120_000}
+        # One for the whole run: it sends again by itself while the broker is away.
+        self._producer = AIOKafkaProducer(**options, enable_idempotence=True, acks="all", linger_ms=0)
         self.places: dict[tuple[int, int], Entry] = {}
         """By (partition, offset)."""
 
+    async def __aenter__(self) -> "StreamWriter":
+        await self._producer.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._producer.stop()
+
     async def write(self, entries: Iterable[Entry]) -> None:
         """Send the entries in order."""
-        producer = AIOKafkaProducer(**self._options, enable_idempotence=True, acks="all", linger_ms=0)
-        await producer.start()
-        try:
-            for entry in entries:
-                await self._send(producer, entry)
-        finally:
-            await producer.stop()
+        for entry in entries:
+            await self._send(entry)
 
-    async def _send(self, producer: AIOKafkaProducer, entry: Entry) -> None:
+    async def _send(self, entry: Entry) -> None:
         value, headers = entry.value, entry.headers
         if entry.claimed is not None and value is not None:
             content_type = dict(headers)["content-type"].decode()
             check = await asyncio.to_thread(claim, self._store, value, content_type, entry.claimed.group_id, entry.claimed.job_id)
             value, headers = check.model_dump_json().encode(), (("ce_type", type_of(GroupClaim).encode()),)
-        sent = await producer.send_and_wait(self._topic, value, key=entry.key, partition=entry.partition, headers=list(headers))
+        sent = await self._producer.send_and_wait(self._topic, value, key=entry.key, partition=entry.partition, headers=list(headers))
         self.places[(sent.partition, sent.offset)] = entry
