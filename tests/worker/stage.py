@@ -42,6 +42,7 @@ from headrace.core.topic_admin import apply
 from headrace.core.topic_metadata import open_admin
 from headrace.producers import TrajectoryProducer
 from headrace.schemas.commands import Command
+from headrace.schemas.dead_letters import is_dead_letter
 from headrace.schemas.envelope import header_text, open_record, record_models, seal
 from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.state import StepRecord
@@ -59,7 +60,7 @@ class Commit:
 
     owner: "Owner"
     records: list[Outgoing]
-    said: list[BaseModel]
+    said: list[BaseModel | None]
     write: Callable[[Sequence[Outgoing]], Awaitable[dict[str, int]]]
 
     def of(self, kind: type[R], fits: Callable[[R], bool] = lambda _: True) -> list[R]:
@@ -104,7 +105,11 @@ class _StagedWriter(LaneWriter):
         if self._owner.died:
             raise KafkaConnectionError("the owner is no more")
         really = super()._commit
-        said = [open_record(record.value, dict(header_text(record.headers)), record_models()) for record in records]
+        # What stands in a dead letter can't be opened.
+        said = [
+            None if is_dead_letter(record.headers) else open_record(record.value, header_text(record.headers), record_models())
+            for record in records
+        ]
         return await self._script(Commit(self._owner, list(records), said, lambda changed: really(changed, mark)))
 
 

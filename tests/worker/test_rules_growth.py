@@ -1,0 +1,187 @@
+"""Rule 15: whatever comes, what a lane must commit fits into a record. Floods that a state grew with, against a record's 1 MiB."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from tests.core.ledgers import record
+from tests.worker.stage import Stage
+from tests.worker.test_cut import group, run_of
+
+from headrace.consumers.duplicates import LISTED, DuplicateWindow
+from headrace.consumers.lane_intake import MAX_PENDING
+from headrace.consumers.lane_writer import LaneWriter
+from headrace.consumers.model_run import ModelRun
+from headrace.consumers.transaction import CommittedStep, build
+from headrace.consumers.waiting import Waiting
+from headrace.core.kafka import client_options
+from headrace.core.reading import read_to_end
+from headrace.schemas.events import StepCompleted
+from headrace.schemas.jobs import JobState, TrainingJob
+from headrace.schemas.reasons import RejectionReason
+from headrace.schemas.state import Intent, LaneState, ModelState, StepRecord
+from headrace.schemas.training import TrainConfig
+from headrace.schemas.weights import WeightsPublished
+
+ROOM = 1_000_000
+LONG = "é" * 256
+"""The longest id that a group may have."""
+
+
+def admit(run: ModelRun, offset: int, job_id: str | None = None) -> None:
+    run.admit(Waiting(offset=offset, group=group(f"{offset:08d}-7d2f-4c3a-9b1e-0c5d2a6b8f"), job_id=job_id))
+
+
+def many_jobs(run: ModelRun) -> None:
+    """An offline batch: each job is complete and waits for its turn."""
+    for i in range(1500):
+        job_id = f"{i:08d}-7d2f-4c3a-9b1e-0c5d2a6b8f11"
+        admit(run, 2 * i, job_id)
+        run.open_job(TrainingJob(job_id=job_id, group_ids=(run.waiting[2 * i].group.group_id,), config=TrainConfig()), 2 * i + 1)
+    failed = [event for event in run.job_events if event.state is JobState.FAILED]
+    assert len(failed) + len(run.jobs) == 1500
+    assert "backlog_full" in (failed[0].message or "")
+    assert {event.reason for event in run.rejected} == {RejectionReason.BACKLOG_FULL}
+
+
+def groups_of_jobs_that_never_come(run: ModelRun) -> None:
+    for i in range(MAX_PENDING):
+        admit(run, i, f"{i:08d}-7d2f-4c3a-9b1e-0c5d2a6b8f11")
+
+
+def a_job_id_that_somebody_gives_every_group(run: ModelRun) -> None:
+    for i in range(4000):
+        run.refuse(offset=i, group_id=f"{i:06d}{LONG[:250]}", job_id="train", reason=RejectionReason.TOO_LONG, detail="x")
+    assert run.closed == ["train"]
+
+
+def a_job_that_names_one_group_again_and_again(run: ModelRun) -> None:
+    run.open_job(TrainingJob(job_id="j", group_ids=("a",) * 200_000), 0)
+    assert run.jobs == {}
+
+
+def groups_that_never_train(run: ModelRun) -> None:
+    """Each is admitted, and found stale at the cut."""
+    run.window = DuplicateWindow(100_000)
+    for i in range(110_000):
+        run.window.add(str(i))
+
+
+def jobs_with_long_ids_that_ended(run: ModelRun) -> None:
+    for i in range(600):
+        run.cancel_job(f"early {i} {LONG}"[:256], "x")
+        run.open_job(TrainingJob(job_id=f"{i} {LONG}"[:256], group_ids=()), i)
+        run.cancel_job(f"{i} {LONG}"[:256], "x")
+    assert run.closed[-1].startswith("599 ")
+
+
+def an_error_that_quotes_what_it_read(run: ModelRun) -> None:
+    run.open_job(TrainingJob(job_id="j", group_ids=()), 0)
+    run.move_job("j", JobState.FAILED, message=LONG * 5000)
+    run.set_status("diverged", LONG * 5000)
+    assert len(run.documents["j"].model_dump_json()) < 20_000
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        many_jobs,
+        groups_of_jobs_that_never_come,
+        a_job_id_that_somebody_gives_every_group,
+        a_job_that_names_one_group_again_and_again,
+        groups_that_never_train,
+        jobs_with_long_ids_that_ended,
+        an_error_that_quotes_what_it_read,
+    ],
+)
+def test_rule_15_a_state_fits_into_a_record_whatever_comes(flood: Callable[[ModelRun], None]) -> None:
+    run = run_of()
+    flood(run)
+    assert len(run.state_at(10**9).model_dump_json().encode()) < ROOM
+
+
+def test_rule_15_a_window_whose_ids_do_not_all_fit_is_the_same_for_the_next_owner() -> None:
+    window = DuplicateWindow(100_000)
+    for i in range(100):
+        window.add(f"before {i}")
+    snapshot = window.to_bytes()
+    window.snapshot_is_in(100)
+    for i in range(LISTED + 50):
+        window.add(str(i))
+    assert [window.seen(name) for name in ("before 0", "49", "50")] == [True, False, True]
+    assert DuplicateWindow(100_000, snapshot, window.since_text()).to_bytes() == window.to_bytes()
+    stored, held = window.to_bytes(), window.since
+    for i in range(30):
+        window.add(f"while it was stored {i}")
+    since = window.since_text(held)
+    window.snapshot_is_in(held)
+    assert (window.since, window.since_text()) == (30, since)
+    assert set(DuplicateWindow(100_000, stored, since).to_bytes()) >= set(window.to_bytes())
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_rule_15_the_broker_takes_a_full_state_and_the_record_of_a_step_of_thousands_of_scattered_groups(stage: Stage) -> None:
+    lane = stage.free_lane()
+    options, topics = client_options(stage.settings.kafka, "test-rules"), stage.settings.topic_names
+    run = run_of()
+    for i in range(MAX_PENDING):
+        admit(run, 10**9 + 2 * i, "00000000-7d2f-4c3a-9b1e-0c5d2a6b8f11" if i % 2 else None)
+    run.open_job(TrainingJob(job_id="long", group_ids=tuple(f"{i:08d}-7d2f-4c3a-9b1e-0c5d2a6b8f" for i in range(9000))), 1)
+    assert "long" in run.jobs
+    for i in range(LISTED):
+        run.window.add(str(i))
+    for i in range(500):
+        run.refuse(offset=i, group_id=f"r{i}", job_id=None, reason=RejectionReason.TOO_LONG, detail=LONG * 100)
+    run.intent = Intent(step=1, offsets=tuple(run.waiting), reason="linger")
+    writer = LaneWriter(stage.settings, lane, options)
+    await writer.start()
+    said = LaneState(lane=lane, partitions=stage.settings.topics.partitions)
+    full = build(topics=topics, source="test", lane=said, position=2 * 10**9, runs=[run], dead_letters=[])
+    await writer.commit(full.records, full.lane.mark)
+    full.apply()
+    scattered = tuple(run.waiting)
+    step = replace(step_of(run, scattered), offsets=scattered)
+    with_step = build(topics=topics, source="test", lane=full.lane, position=2 * 10**9, runs=[run], dead_letters=[], step=step)
+    await writer.commit(with_step.records, with_step.lane.mark)
+    await writer.stop()
+    (written,) = [StepRecord.model_validate_json(raw.value or b"") for raw in await read_to_end(options, topics.steps, [lane])]
+    assert len(written.offsets) == MAX_PENDING
+    states = [raw for raw in await read_to_end(options, topics.models, [lane]) if raw.key == b"m"]
+    assert len(states[0].value or b"") > ROOM / 2, "the state was full"
+    assert len(ModelState.model_validate_json(states[0].value or b"").pending) == MAX_PENDING
+    events = await read_to_end(options, topics.training_events, [lane])
+    assert sum(dict(raw.headers)["ce_type"] == b"headrace.group-rejected.v1" for raw in events) == 500
+
+
+def step_of(run: ModelRun, offsets: tuple[int, ...]) -> CommittedStep:
+    ledger = record(1, offsets=offsets)
+    return CommittedStep(
+        model_id=ledger.model_id,
+        record=ledger,
+        completed=StepCompleted(
+            model_id=ledger.model_id,
+            incarnation=ledger.incarnation,
+            step=1,
+            policy_version=1,
+            groups=len(offsets),
+            trajectories=len(offsets),
+            tokens=1,
+            metrics={},
+            lag_histogram={},
+            seconds=1.0,
+        ),
+        published=WeightsPublished(
+            model_id=ledger.model_id,
+            incarnation=ledger.incarnation,
+            policy_version=1,
+            base_model=run.state.settings.base_model,
+            format="full",
+            uri=ledger.weights.uri,
+            digest=ledger.weights.digest,
+            files=(),
+        ),
+        snapshot=None,
+        offsets=offsets,
+        num_sequences=1,
+        accelerator="cpu",
+    )
