@@ -35,7 +35,8 @@ from headrace.consumers.world import TrainerWorld
 from headrace.core.commands import send_command
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
-from headrace.core.models import ModelView, create_model, model_id_of
+from headrace.core.model_views import ModelView
+from headrace.core.models import create_model, model_id_of
 from headrace.core.settings import BaseModelEntry, KafkaSettings, Settings, StoreSettings, TopicSettings, WorkerSettings
 from headrace.core.store import ObjectStore, open_store
 from headrace.core.topic_admin import apply
@@ -264,6 +265,13 @@ class Stage:
         """End the processes."""
         await self.world.close()
         self.pool.close()
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    """Wait for what nobody else tells of."""
+    async with asyncio.timeout(SOON):
+        while not happened():  # noqa: ASYNC110 - memory tells nobody that it changed
+            await asyncio.sleep(0.02)
 
 
 def offsets_of(step: StepRecord) -> list[int]:

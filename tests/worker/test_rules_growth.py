@@ -12,6 +12,7 @@ from headrace.consumers.duplicates import LISTED, DuplicateWindow
 from headrace.consumers.lane_intake import MAX_PENDING
 from headrace.consumers.lane_writer import LaneWriter
 from headrace.consumers.model_run import ModelRun
+from headrace.consumers.state_bounds import pending_room
 from headrace.consumers.transaction import CommittedStep, build
 from headrace.consumers.waiting import Waiting
 from headrace.core.kafka import client_options
@@ -98,6 +99,18 @@ def test_rule_15_a_state_fits_into_a_record_whatever_comes(flood: Callable[[Mode
     run = run_of()
     flood(run)
     assert len(run.state_at(10**9).model_dump_json().encode()) < ROOM
+
+
+def test_rule_15_fewer_groups_may_wait_where_the_id_of_their_job_is_long() -> None:
+    uuid = "00000000-7d2f-4c3a-9b1e-0c5d2a6b8f11"
+    assert (pending_room(MAX_PENDING, None), pending_room(MAX_PENDING, uuid)) == (MAX_PENDING, MAX_PENDING)
+    for job_id in ("j" * 256, LONG, "\x01" * 256):
+        run = run_of()
+        for i in range(pending_room(MAX_PENDING, job_id)):
+            admit(run, 10**9 + i, job_id)
+        for i in range(pending_room(MAX_PENDING, job_id), pending_room(MAX_PENDING, None)):
+            admit(run, 10**9 + i)
+        assert len(run.state_at(2 * 10**9).model_dump_json().encode()) < ROOM / 2
 
 
 def test_rule_15_a_window_whose_ids_do_not_all_fit_is_the_same_for_the_next_owner() -> None:

@@ -68,6 +68,25 @@ async def test_rule_07_a_lost_pending_group_stops_its_model_alone_and_a_resumed_
     assert step.refusals == {RejectionReason.EXPIRED: 1}
 
 
+async def test_rule_07_records_that_were_lost_before_anybody_read_them_stop_the_lanes_models_and_name_the_offsets(stage: Stage) -> None:
+    lane = stage.free_lane()
+    model = await stage.model(lane)
+    async with stage.seen(model) as seen:
+        async with stage.owner(lane):
+            await seen.until_state(lambda state: state.status == "active")
+        lost, left = await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(2)))
+        await stage.lose(model, before=left)
+        async with stage.owner(lane):
+            stopped = await seen.until_state(lambda state: state.status == "stopped")
+            assert f"offsets {lost} to {lost} were deleted by retention before they were read" in (stopped.status_detail or "")
+            (refused,) = await seen.until(GroupRejected, 1)
+            assert (refused.offset, refused.reason) == (left, RejectionReason.MODEL_STOPPED)
+            await wait_for_model(stage.settings, await resume_model(stage.settings, model.model_id), 60)
+            sent = await stage.send(model, *(group(f"more {i}", seed=i, version=None) for i in range(2)))
+            (step,) = await seen.until(StepRecord, 1)
+    assert offsets_of(step) == sent
+
+
 async def test_rule_07_a_group_that_waits_is_refused_while_its_record_is_still_in_the_log(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)

@@ -1,14 +1,17 @@
-"""Rules 3 and 5: commits whose outcome nobody knows, and state on the ranks that outlives them. Each made to happen."""
+"""Rules 3, 5 and 12: commits whose outcome nobody knows, state on the ranks that outlives them, and what goes while they wait."""
 
 import asyncio
 
 import pytest
 from aiokafka.errors import KafkaConnectionError
 from tests.worker.groups import group
-from tests.worker.stage import SOON, Commit, Stage, offsets_of
+from tests.worker.stage import SOON, Commit, Stage, offsets_of, until
 
 from headrace.consumers.lane_writer import LaneWriter
 from headrace.core.kafka import client_options
+from headrace.schemas.commands import DeleteModel
+from headrace.schemas.events import GroupRejected
+from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import StepRecord
 from headrace.schemas.weights import WeightsPublished
 
@@ -112,3 +115,29 @@ async def test_rule_05_what_the_ranks_made_of_a_fenced_step_is_not_gone_on_from(
     assert steps[1].weights.uri != lost.weights.uri, "rule 14: two attempts, two names"
     assert (steps[1].plan_digest, steps[1].weights.digest) == (lost.plan_digest, lost.weights.digest)
     assert len({record.digest for record in published}) == 3
+
+
+async def test_rule_12_a_model_that_is_deleted_while_its_step_waits_for_its_commit_publishes_nothing(stage: Stage) -> None:
+    """A refusal is being committed when the step is done: the step's turn comes when its model is gone, and the lane lives on."""
+    lane = stage.free_lane()
+    model = await stage.model(lane)
+    deleted = asyncio.Event()
+
+    async def hold_the_refusal(commit: Commit) -> dict[str, int]:
+        if commit.of(GroupRejected, lambda event: event.reason is RejectionReason.NO_TRAJECTORIES):
+            await deleted.wait()
+        return await commit.go()
+
+    async with stage.seen(model) as seen, stage.owner(lane, hold_the_refusal) as owner:
+        await seen.until_state(lambda state: state.status == "active")
+        await stage.put(model, b'{"trajectories": []}')
+        await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(2)))
+        await until(lambda: getattr(stage.world._resident, "model_id", None) == model.model_id)
+        await stage.command(DeleteModel(model_id=model.model_id))
+        await until(lambda: stage.run_of(owner, model).status == "deleted")
+        deleted.set()
+        refused = await seen.until(GroupRejected, 3)
+        await seen.until_state(lambda state: state.status == "deleted")
+        assert not owner.task.done()
+    assert [event.reason for event in refused[1:]] == [RejectionReason.MODEL_DELETED] * 2
+    assert seen.of(StepRecord) == seen.of(WeightsPublished) == []

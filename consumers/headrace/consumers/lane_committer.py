@@ -5,7 +5,7 @@ commit that did not return cleanly; the lane's memory is void then.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from headrace.consumers.lane_book import LaneBook
 from headrace.consumers.lane_writer import LaneWriter, OutcomeUnknownError
@@ -38,12 +38,19 @@ class LaneCommitter:
             pass
 
     async def commit(
-        self, step: CommittedStep | None = None, *, snapshots: Mapping[str, TakenSnapshot] | None = None, clean: bool = False
-    ) -> None:
-        """Commit all news, and the step.
+        self,
+        step: CommittedStep | None = None,
+        *,
+        ready: Callable[[], bool] | None = None,
+        snapshots: Mapping[str, TakenSnapshot] | None = None,
+        clean: bool = False,
+    ) -> bool:
+        """Commit all news, and the step; False: it was not ready.
 
         Args:
             step: That has run.
+            ready: Called when its turn has come, with no await before its list is made: says in the book what the step leads to, or that
+                it is not wanted any more. Said before, another commit that is waited for could say it without the step.
             snapshots: Of committed states, by model id.
             clean: The lane is given up in order with this.
 
@@ -55,6 +62,9 @@ class LaneCommitter:
             if self._void:
                 raise OutcomeUnknownError("an earlier commit did not return")
             self._void = True
+            if ready is not None and not ready():
+                self._void = False
+                return False
             transaction = build(
                 topics=self._topics,
                 source=self._source,
@@ -75,3 +85,4 @@ class LaneCommitter:
             if step is not None:
                 book.ledger_end = written[self._topics.steps] + 1
             self._void = False
+            return True

@@ -21,6 +21,7 @@ from headrace.consumers.lane_book import LaneBook
 from headrace.consumers.lane_commands import CommandHandler
 from headrace.consumers.lane_reader import LaneReader, UnreadableRecord
 from headrace.consumers.model_run import ModelRun
+from headrace.consumers.state_bounds import pending_room
 from headrace.consumers.waiting import Waiting
 from headrace.core.errors import HeadraceError
 from headrace.core.lanes import lane_of
@@ -196,8 +197,9 @@ class LaneIntake:
         # A group that was pending when the lane was claimed is in the window already, by itself.
         if offset not in run.recovering and run.window.seen(group_id):
             return RejectionReason.DUPLICATE, f"group {group_id} was admitted among the last {self._settings.worker.duplicate_window}"
-        if len(run.waiting) >= MAX_PENDING:
-            return RejectionReason.BACKLOG_FULL, f"{MAX_PENDING} groups wait already"
+        room = pending_room(MAX_PENDING, job_id)
+        if len(run.waiting) >= room:
+            return RejectionReason.BACKLOG_FULL, f"{room} groups wait already"
         return None
 
     def _dead_letter(self, record: ConsumerRecord, error: CodecError) -> None:

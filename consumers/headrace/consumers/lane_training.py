@@ -7,6 +7,8 @@ stopped as diverged, and the others go on. Gives up: steps of one lane side by s
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 
 from headrace.consumers.catch_up import ModelDivergedError
 from headrace.consumers.cut import Batch, next_batch
@@ -78,7 +80,7 @@ class LaneTraining:
     def _next(self) -> tuple[ModelRun, Batch | None] | None:
         """A model that begins anew, else the complete batch that has waited longest, of all models, else a model that lacks a snapshot."""
         for run in self._book.runs.values():
-            if run.status == "active" and (run.rebasing is not None or run.start_from is not None):
+            if _begins_anew(run):
                 return run, None
         ready = [(run, batch) for run in self._book.runs.values() if (batch := next_batch(run)) is not None]
         if ready:
@@ -97,17 +99,15 @@ class LaneTraining:
         except ModelDivergedError as error:
             await self._diverged(run, batch, str(error))
             return
-        if step is None or not _wanted(run, batch):
-            logger.info("step %d of %s is not wanted any more", run.state.policy_version + 1, run.state.name)
-            return
-        # No await from here to the commit's own list: a commit in between would say these things without the step.
-        for lost in batch.lost:
-            run.reject_members(lost.waiting, lost.members, listed=True)
-        finish_job(run, step)
-        await self._commit(run, step)
+        if step is not None:
+            await self._commit(run, step, partial(_finished, run, batch, step))
+        else:
+            _log_unwanted(run)
 
-    async def _commit(self, run: ModelRun, step: CommittedStep) -> None:
-        await self._committer.commit(step)
+    async def _commit(self, run: ModelRun, step: CommittedStep, ready: Callable[[], bool]) -> None:
+        if not await self._committer.commit(step, ready=ready):
+            _log_unwanted(run)
+            return
         self._proven.add(run.state.model_id)
         self._steps.committed(step.record)
         if step.snapshot is not None:
@@ -176,8 +176,7 @@ class LaneTraining:
             run.set_status("stopped" if forked else "diverged", detail)
             await self._committer.commit()
             return
-        if run.status == "active" and (run.rebasing is not None or run.start_from is not None):
-            await self._commit(run, step)
+        await self._commit(run, step, lambda: _begins_anew(run))
 
     async def _settle(self, run: ModelRun) -> None:
         """Store a snapshot of a model that has no step for long: what its last steps trained on may go, retention takes it some day."""
@@ -219,6 +218,24 @@ class LaneTraining:
         run.intent = None
         run.lingered = False
         run.touch()
+
+
+def _begins_anew(run: ModelRun) -> bool:
+    return run.status == "active" and (run.rebasing is not None or run.start_from is not None)
+
+
+def _finished(run: ModelRun, batch: Batch, step: CommittedStep) -> bool:
+    """Say what the step leads to; False: a command took the batch away meanwhile."""
+    if not _wanted(run, batch):
+        return False
+    for lost in batch.lost:
+        run.reject_members(lost.waiting, lost.members, listed=True)
+    finish_job(run, step)
+    return True
+
+
+def _log_unwanted(run: ModelRun) -> None:
+    logger.info("step %d of %s is not wanted any more", run.state.policy_version + 1, run.state.name)
 
 
 def _wanted(run: ModelRun, batch: Batch) -> bool:

@@ -1,7 +1,8 @@
 """How much of a model's jobs its state may list: a state that is larger than a record can never be committed (exactly-once rule 15).
 
-A record takes 1 MiB unless a topic says otherwise. Of that, at most: open jobs 400 kB, pending groups 360 kB (5,000, with UUIDs for job
-ids), the duplicate window's ids since the snapshot 213 kB, ids of jobs that ended or were cancelled early 64 kB, an intent 55 kB.
+A record takes 1 MiB unless a topic says otherwise. Of that, at most: open jobs 350 kB, pending groups 360 kB (5,000, with UUIDs for job
+ids; fewer with longer ones), the duplicate window's ids since the snapshot 213 kB, ids of jobs that ended or were cancelled early 64 kB, an
+intent 55 kB.
 
 Guarantees: sizes are those of the JSON that is committed, but for a document's times and counts. Gives up: all of them at their limit at
 once, which is more than a record.
@@ -13,13 +14,19 @@ import orjson
 
 from headrace.schemas.state import OpenJob
 
-OPEN_JOBS_BYTES = 400_000
+OPEN_JOBS_BYTES = 350_000
 """JSON of the open jobs of one model."""
 CLOSED_JOBS = 256
 _CLOSED_JOBS_BYTES = 32_000
+_UUID_BYTES = 38
 DETAIL_LIMIT = 1000
 MESSAGE_LIMIT = 4000
 """Characters of what is said of a model or a job."""
+
+
+def pending_room(maximum: int, job_id: str | None) -> int:
+    """How many groups may wait for one more of this job to be admitted: the state lists each with the id of its job."""
+    return maximum if job_id is None else maximum * _UUID_BYTES // max(_UUID_BYTES, len(orjson.dumps(job_id)))
 
 
 class JobSizes:
