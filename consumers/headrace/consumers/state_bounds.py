@@ -37,7 +37,7 @@ class JobSizes:
         self._total = 0
 
     def fit(self, jobs: Mapping[str, OpenJob], grown: str) -> bool:
-        """Whether a state has room for these; `grown` is the one that was added or has more in it."""
+        """Whether a state has room for these; `grown` is the one that was added or has more in it, and must end if not."""
         measured = self._known.get(grown, (None, 0))[1]
         if len(jobs) == len(self._known) + (grown not in self._known):
             self._known[grown] = (jobs[grown], self._size(jobs[grown]))
@@ -46,7 +46,10 @@ class JobSizes:
             # Others have ended meanwhile.
             self._known = {name: (job, self._size(job)) for name, job in jobs.items()}
             self._total = sum(size for _, size in self._known.values())
-        return self._total <= OPEN_JOBS_BYTES
+        if self._total <= OPEN_JOBS_BYTES:
+            return True
+        self._total -= self._known.pop(grown)[1]
+        return False
 
     def _size(self, job: OpenJob) -> int:
         before, size = self._known.get(job.job_id, (None, 0))
