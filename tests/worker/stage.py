@@ -106,12 +106,20 @@ class _StagedWriter(LaneWriter):
         if self._owner.died:
             raise KafkaConnectionError("the owner is no more")
         really = super()._commit
+
+        async def write(changed: Sequence[Outgoing]) -> dict[str, int]:
+            self._owner.writing += 1
+            try:
+                return await really(changed, mark)
+            finally:
+                self._owner.writing -= 1
+
         # What stands in a dead letter can't be opened.
         said = [
             None if is_dead_letter(record.headers) else open_record(record.value, header_text(record.headers), record_models())
             for record in records
         ]
-        return await self._script(Commit(self._owner, list(records), said, lambda changed: really(changed, mark)))
+        return await self._script(Commit(self._owner, list(records), said, write))
 
 
 @dataclass(slots=True)
@@ -122,6 +130,8 @@ class Owner:
     wanted: bool = True
     """Whether the group still gives it the lane."""
     died: bool = False
+    writing: int = 0
+    """Transactions that are open: one that was left so would hold up readers until the broker gives it up."""
     task: "asyncio.Task[None]" = field(init=False)
 
     @property
@@ -131,8 +141,9 @@ class Owner:
         return self.lane._last
 
     async def die(self) -> None:
-        """At once, as with SIGKILL: nothing is said, stored or given back."""
+        """As with SIGKILL, but between two transactions: nothing is said, stored or given back."""
         self.died = True
+        await until(lambda: self.writing == 0)
         self.task.cancel()
         await asyncio.wait({self.task})
 
