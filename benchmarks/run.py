@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import codec, ingest, memory, overhead, packing, prefix_tree, produce, sharing  # noqa: E402 - a script has its own folder on the path, not the repository's
+from benchmarks import codec, ingest, memory, overhead, packing, prefix_tree, produce, recovery, sharing  # noqa: E402 - a script has its own folder on the path, not the repository's
 from benchmarks.measuring import Comparison, Table  # noqa: E402 - as above
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, Callable[[int], Sequence[Comparison | Table]]] = {
     "packing": packing.run,
     "prefix_tree": prefix_tree.run,
     "produce": produce.run,
+    "recovery": recovery.run,
     "sharing": sharing.run,
 }
 

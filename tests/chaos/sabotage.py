@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
@@ -11,75 +12,70 @@ from headrace.consumers.outgoing import Outgoing
 
 def transaction() -> None:
     """Records are sent without a transaction: a crash in the middle leaves half a step, a repeat is seen twice."""
+    made = lane_writer.LaneWriter.__init__
 
-    async def commit(self: lane_writer.LaneWriter, records: Sequence[Outgoing], _mark: int) -> None:
-        producer = AIOKafkaProducer(**self._options_kept, acks="all")
-        await producer.start()
-        try:
-            for r in records:
-                await producer.send_and_wait(r.topic, value=r.value, key=r.key, partition=r.partition, headers=list(r.headers))
-        finally:
-            await producer.stop()
+    def make(self: Any, settings: Any, number: int, options: dict[str, Any]) -> None:
+        made(self, settings, number, options)
+        self._plain = AIOKafkaProducer(**options, acks="all", linger_ms=0)
 
-    started = lane_writer.LaneWriter.__init__
+    async def start(self: Any) -> None:
+        await self._producer.start()
+        await self._plain.start()
 
-    def start(self: lane_writer.LaneWriter, settings: object, number: int, options: dict[str, object]) -> None:
-        started(self, settings, number, options)
-        self._options_kept = options
+    async def commit(self: Any, records: Sequence[Outgoing], _mark: int) -> dict[str, int]:
+        written = {}
+        for r in records:
+            sent = await self._plain.send_and_wait(r.topic, value=r.value, key=r.key, partition=r.partition, headers=list(r.headers))
+            written[sent.topic] = sent.offset
+        return written
 
-    lane_writer.LaneWriter.__init__ = start
-    lane_writer.LaneWriter._commit = commit
+    lane_writer.LaneWriter.__init__, lane_writer.LaneWriter.start = make, start  # type: ignore[method-assign]
+    lane_writer.LaneWriter._commit = commit  # type: ignore[method-assign]
 
 
 def fence() -> None:
     """Each worker has transactional ids of its own: nobody fences a zombie."""
     made = lane_writer.AIOKafkaProducer
 
-    def make(**options: object) -> AIOKafkaProducer:
-        if "transactional_id" in options:
-            options["transactional_id"] = f"{options['transactional_id']}-{os.getpid()}"
-        return made(**options)
+    def make(**options: Any) -> AIOKafkaProducer:
+        return made(**options | {"transactional_id": f"{options['transactional_id']}-{os.getpid()}"})
 
     lane_writer.AIOKafkaProducer = make
 
 
 def order() -> None:
     """A claim reads the states first and fences after that: what it read may be stale."""
-    read = lane.read_states
-    kept: dict[int, object] = {}
-    started = lane_writer.LaneWriter.start
+    read, made, started = lane.read_states, lane_writer.LaneWriter.__init__, lane_writer.LaneWriter.start
+    early: dict[int, Any] = {}
 
-    async def read_early(self: lane_writer.LaneWriter) -> None:
-        kept[self._groups.partition] = await read(self._options_kept, self._topics_kept, self._groups.partition)
+    def make(self: Any, settings: Any, number: int, options: dict[str, Any]) -> None:
+        made(self, settings, number, options)
+        self._reads = (options, settings.topic_names, number, settings.groups_topic)
+
+    async def start(self: Any) -> None:
+        early[self._reads[2]] = await read(*self._reads)
         await started(self)
 
-    made = lane_writer.LaneWriter.__init__
+    async def read_kept(_options: Any, _topics: Any, number: int, _groups: Any) -> Any:
+        return early[number]
 
-    def make(self: lane_writer.LaneWriter, settings: object, number: int, options: dict[str, object]) -> None:
-        made(self, settings, number, options)
-        self._options_kept, self._topics_kept = options, settings.topic_names
-
-    async def read_kept(_options: object, _topics: object, number: int) -> object:
-        return kept[number]
-
-    lane_writer.LaneWriter.__init__, lane_writer.LaneWriter.start, lane.read_states = make, read_early, read_kept
+    lane_writer.LaneWriter.__init__, lane_writer.LaneWriter.start = make, start  # type: ignore[method-assign]
+    lane.read_states = read_kept
 
 
 def resident() -> None:
     """What the ranks hold is trained on although its step was never committed (rule 5)."""
-    loads = world.TrainerWorld._load_from
+    holds, loads = world.TrainerWorld.holds, world.TrainerWorld._load_from
 
-    async def load(self: world.TrainerWorld, plan: object, snapshot: object) -> object:
+    def is_there(self: Any, state: Any) -> bool:
         held = self._resident
-        if (
-            held is not None
-            and (held.model_id, held.step) >= (plan.state.model_id, plan.state.step)
-            and held.model_id == plan.state.model_id
-        ):
-            return None
-        return await loads(self, plan, snapshot)
+        return held is not None and self._ranks.alive and held.model_id == state.model_id and held.step >= state.step
 
-    world.TrainerWorld._load_from = load
+    async def load(self: Any, plan: Any, snapshot: Any) -> Any:
+        return None if is_there(self, plan.state) else await loads(self, plan, snapshot)
+
+    world.TrainerWorld.holds = lambda self, state: is_there(self, state) or holds(self, state)  # type: ignore[method-assign]
+    world.TrainerWorld._load_from = load  # type: ignore[method-assign]
 
 
 SABOTAGES: dict[str, Callable[[], None]] = {"transaction": transaction, "fence": fence, "order": order, "resident": resident}

@@ -95,7 +95,7 @@ class Fuzzer:
         if roll < 0.9:
             return Message(key=model_id.encode(), value=value, headers=headers, partition=lane)
         if roll < 0.93:
-            return Message(key=None, value=value, headers=headers, partition=lane)
+            return Message(key=None, value=value or b"", headers=headers, partition=lane)  # aiokafka sends no record without both
         if roll < 0.96:
             return Message(key=model_id.encode(), value=value, headers=headers, partition=(lane + 1) % len(self._models))
         odd = self._rng.choice((b"\xff\xfe", b"", "é".encode(), self._rng.randbytes(20), b"nobody"))

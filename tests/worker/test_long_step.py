@@ -58,5 +58,4 @@ async def test_a_step_longer_than_every_kafka_timeout_is_committed_by_its_first_
     log = (tmp_path / "worker.log").read_text()
     lane = f"lane {slow.lane} is ours"
     assert log.count(lane) == 1, "the lane was lost and claimed again"
-    assert "failed" not in log.lower().replace("0 failed", "")
     assert worker.stop() == 0
