@@ -1,5 +1,6 @@
 """Messages that no honest producer sends, from a seed: mutated groups of both encodings, random bytes, odd headers, keys and jobs."""
 
+import copy
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ class Fuzzer:
             if self._rng.random() < 0.2:
                 del tree[at]
             else:
-                tree[at] = self._rng.choice(_ODD)
+                tree[at] = copy.deepcopy(self._rng.choice(_ODD))
             return
 
     def _broken_bytes(self) -> tuple[bytes, tuple[tuple[str, bytes], ...]]:
