@@ -54,9 +54,9 @@ def test_a_wrong_setting_of_the_worker_is_refused_by_name(headrace: Headrace, na
 
 def test_every_setting_of_a_worker_can_be_said_in_the_environment(headrace: Headrace) -> None:
     """As text, which is all that an environment holds: a number must not have to be a number already."""
-    given = WorkerSettings(zero_stage=2, ranks=2, offload_optimizer=True, threads=1, tokens_per_pass=64, instance="w-0").model_dump(
-        mode="json"
-    )
+    given = WorkerSettings(
+        zero_stage=2, ranks=2, offload_optimizer=True, threads=1, tokens_per_pass=64, instance="w-0", shadow_prefix="other."
+    ).model_dump(mode="json")
     ran = headrace("config", "show", "--json", **{f"HEADRACE_WORKER__{name.upper()}": str(value) for name, value in given.items()})
     assert ran.code == 0, ran.err
     shown = {name.removeprefix("worker."): entry for name, entry in ran.json.items() if name.startswith("worker.")}
