@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=8.0, help="steps between two faults on average (default 8)")
     parser.add_argument("--snapshot-every", type=int, default=4, help="as worker.snapshot_every (default 4)")
     parser.add_argument("--warm", action="store_true", help="fork workers from a process that has imported everything: more kills a minute")
+    parser.add_argument("--only", action="append", metavar="FAULT", help="play only this fault, by its name in the report; repeatable")
     parser.add_argument("--sabotage", help="break a guarantee on purpose, to see that the checks find it; see tests/chaos/sabotage.py")
     parser.add_argument("--folder", type=Path, help="keep everything here")
     given = parser.parse_args()
@@ -37,6 +38,7 @@ def main() -> int:
         every=given.every,
         snapshot_every=given.snapshot_every,
         warm=given.warm,
+        faults=given.only,
         sabotage=given.sabotage,
     )
     try:
