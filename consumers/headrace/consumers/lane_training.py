@@ -8,6 +8,7 @@ stopped as diverged, and the others go on. Gives up: steps of one lane side by s
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from headrace.consumers.catch_up import ModelDivergedError
@@ -88,10 +89,13 @@ class LaneTraining:
         return next(((run, None) for run in self._book.runs.values() if run.settling), None)
 
     async def _step(self, run: ModelRun, batch: Batch) -> None:
-        if not await self._begin(run, batch):
-            return
+        suspect = self._book.unclean and run.state.model_id not in self._proven
         try:
-            step = await self._running(run, batch)
+            # A batch under suspicion is counted when the device is its own: while it waits, another's may end the worker.
+            async with self._steps.turn() if suspect else nullcontext():
+                if not await self._begin(run, batch, suspect=suspect):
+                    return
+                step = await self._running(run, batch)
         except BatchGivenUpError as error:
             self._give_up(run, batch, str(error))
             await self._committer.commit()
@@ -119,11 +123,10 @@ class LaneTraining:
             "step %d of %s: %d groups, loss %s, %.3f s", record.step, run.state.name, record.groups, record.loss, step.completed.seconds
         )
 
-    async def _begin(self, run: ModelRun, batch: Batch) -> bool:
+    async def _begin(self, run: ModelRun, batch: Batch, *, suspect: bool) -> bool:
         """Commit the intent where one is needed; False: the batch is given up."""
         number = run.state.policy_version + 1
         before = run.intent if run.intent is not None and run.intent.step == number else None
-        suspect = self._book.unclean and run.state.model_id not in self._proven
         attempts = 0 if before is None else before.attempts
         if suspect and attempts >= self._max_attempts:
             message = f"its step has ended the worker {attempts} times (worker.max_step_attempts)"

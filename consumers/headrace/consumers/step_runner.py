@@ -11,6 +11,7 @@ import logging
 import shutil
 import time
 from collections import Counter
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -183,6 +184,10 @@ class StepRunner:
             resumed_from=begins.step,
         )
         return replace(step, record=step.record.model_copy(update={"rebased": rebased}))
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """The device, before a step asks for it: `run` inside does not wait."""
+        return self._world.turn()
 
     def committed(self, record: StepRecord) -> None:
         """A step is committed: later ones may name its weights as their reference."""

@@ -11,7 +11,9 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +29,7 @@ from headrace.trainer.world import WorldSettings
 
 logger = logging.getLogger(__name__)
 
+_turn_is_ours: ContextVar[bool] = ContextVar("turn_is_ours", default=False)
 A = TypeVar("A")
 R = TypeVar("R")
 
@@ -89,7 +92,7 @@ class TrainerWorld:
             HeadraceError: the snapshot can't be fetched.
         """
         asked = time.monotonic()
-        async with self._turn:
+        async with self.turn():
             logger.debug("step %d of %s waited %.3f s for its turn", plan.state.step + 1, plan.state.model_id, time.monotonic() - asked)
             if not self._ranks.alive:
                 self._resident = None
@@ -115,6 +118,19 @@ class TrainerWorld:
             self._resident = result.key
             return result
 
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """The device for what the caller does inside, and the tasks that it starts there: they wait for no further turn."""
+        if _turn_is_ours.get():
+            yield
+            return
+        async with self._turn:
+            token = _turn_is_ours.set(True)
+            try:
+                yield
+            finally:
+                _turn_is_ours.reset(token)
+
     def holds(self, state: StateKey) -> bool:
         """Whether a step could start from this state without a snapshot. Not for long: somebody else's turn may break the world."""
         return state.step == 0 or state == self._parked.get(state.model_id) or (state == self._resident and self._ranks.alive)
@@ -126,7 +142,7 @@ class TrainerWorld:
             StateNotHeldError: it does not (any more).
             StepFailedError, RankDiedError: the ranks could not.
         """
-        async with self._turn:
+        async with self.turn():
             if state == self._resident and self._ranks.alive:
                 await self._save(state, folder)
             elif state == self._parked.get(state.model_id):
@@ -141,7 +157,7 @@ class TrainerWorld:
         task.add_done_callback(self._forgetting.discard)
 
     async def _forget(self, model_ids: frozenset[str]) -> None:
-        async with self._turn:
+        async with self.turn():
             for model_id in model_ids:
                 if (parked := self._parked.pop(model_id, None)) is not None:
                     await asyncio.to_thread(shutil.rmtree, self._parked_at(parked), ignore_errors=True)
