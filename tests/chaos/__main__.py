@@ -60,7 +60,9 @@ def report(outcome: Outcome) -> None:
     """Print what a run came to."""
     for name, count in sorted(outcome.faults.items()):
         _say(f"{count:5d}  {name}")
-    _say(f"{outcome.in_gap['killed']:5d}  kills and {outcome.in_gap['zombie']} wake-ups that fell between store and commit, by the ledger")
+    gaps = outcome.in_gap
+    _say(f"{gaps['killed']:5d}  kills and {gaps['zombie']} wake-ups that fell between store and commit, by the ledger")
+    _say(f"{outcome.in_transaction:5d}  of those that fell into an open transaction")
     _say(f"{outcome.aborted:5d}  aborted records that no read_committed subscriber saw")
     for line in outcome.exits:
         _say(f"ended by itself: {line}")

@@ -1,7 +1,7 @@
 """What goes wrong in a run: a seeded deck of faults, played at random moments.
 
 Each fault says what it did. Two are aimed at the gap between store and commit: the worker is stopped when the manifest of a step's weights
-appears (`sight`), then `steps` is read to its end; if the attempt is committed there, the blow came late: the worker goes on, and the next
+appears (`sight`), at once or some milliseconds on its way through the transaction; then `steps` is read to its end; if the attempt is committed there, the blow came late: the worker goes on, and the next
 manifest is waited for. If it is not, the worker is killed, or, as a zombie, woken when another worker has done the step. What counts is
 settled at the end of the run: an attempt whose weights are in the store and which the ledger never had was struck in the gap, whether its
 transaction had not begun or was open.
@@ -11,8 +11,10 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tests.chaos.crew import Crew, WorkerProcess
@@ -24,6 +26,8 @@ from headrace.core.settings import Settings
 from headrace.schemas.state import StepRecord
 
 _GAP_TRIES = 6
+_COMMIT_SECONDS = 0.06
+"""From the manifest of the weights to the end of the commit, about; on a busy machine more."""
 _STEP_SECONDS = 20.0
 _TAKEOVER_SECONDS = 40.0
 _CLAIMED = "is ours"
@@ -199,7 +203,8 @@ class Adversary:
     async def _in_gap(self) -> Stored | None:
         """A worker, stopped between store and commit; None if none could be caught there."""
         for _ in range(_GAP_TRIES):
-            stored = await self._manifest(stop)
+            # At once, or somewhere on its way through the transaction.
+            stored = await self._manifest(partial(_stop_after, self._rng.choice((0.0, self._rng.uniform(0, _COMMIT_SECONDS)))))
             if stored is None:
                 return None
             await self._committed.catch_up()
@@ -223,6 +228,11 @@ class Adversary:
         except TimeoutError:
             return False
         return True
+
+
+def _stop_after(seconds: float, worker: WorkerProcess) -> None:
+    time.sleep(seconds)
+    stop(worker)
 
 
 def _claims(workers: Sequence[WorkerProcess]) -> int:

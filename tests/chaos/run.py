@@ -65,10 +65,10 @@ class Outcome:
     faults: Counter[str]
     in_gap: Counter[str]
     """Blows that fell between store and commit."""
+    in_transaction: int
+    """Of those, how many left an open transaction, whose records no subscriber sees."""
     steps: int
     records: int
-    attempts: int
-    """Steps whose records were written, aborted ones included."""
     aborted: int
     """Records that no `read_committed` subscriber ever sees."""
     exits: tuple[str, ...]
@@ -173,13 +173,14 @@ async def _storm(
     facts = gather(settings, writer.places, witness)
     verdict = judge(stream, writer.places, calm, facts, open_store(settings.store.url, settings.s3))
     ledger = {record.attempt for record in witness.of(StepRecord)}
+    begun = {record.attempt for record in everything.of(StepRecord)}
     return Outcome(
         verdict=Verdict(problems=(*problems, *verdict.problems), lost=verdict.lost, duplicated=verdict.duplicated),
         faults=adversary.counts,
+        in_transaction=sum(attempt in begun and attempt not in ledger for _, attempt in adversary.gaps),
         in_gap=Counter(name for name, attempt in adversary.gaps if attempt not in ledger),
         steps=len(witness.of(StepRecord)),
         records=len(writer.places),
-        attempts=len({record.attempt for record in everything.of(StepRecord)}),
         aborted=len(written.keys() - live.keys()),
         exits=tuple(f"{worker.log.name}: code {worker.exitcode}" for worker in crew.ended),
         seconds=time.monotonic() - began,

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
-from headrace.consumers import lane, lane_writer, world
+from headrace.consumers import lane_writer
 from headrace.consumers.outgoing import Outgoing
 
 
@@ -43,40 +43,5 @@ def fence() -> None:
     lane_writer.AIOKafkaProducer = make
 
 
-def order() -> None:
-    """A claim reads the states first and fences after that: what it read may be stale."""
-    read, made, started = lane.read_states, lane_writer.LaneWriter.__init__, lane_writer.LaneWriter.start
-    early: dict[int, Any] = {}
-
-    def make(self: Any, settings: Any, number: int, options: dict[str, Any]) -> None:
-        made(self, settings, number, options)
-        self._reads = (options, settings.topic_names, number, settings.groups_topic)
-
-    async def start(self: Any) -> None:
-        early[self._reads[2]] = await read(*self._reads)
-        await started(self)
-
-    async def read_kept(_options: Any, _topics: Any, number: int, _groups: Any) -> Any:
-        return early[number]
-
-    lane_writer.LaneWriter.__init__, lane_writer.LaneWriter.start = make, start  # type: ignore[method-assign]
-    lane.read_states = read_kept
-
-
-def resident() -> None:
-    """What the ranks hold is trained on although its step was never committed (rule 5)."""
-    holds, loads = world.TrainerWorld.holds, world.TrainerWorld._load_from
-
-    def is_there(self: Any, state: Any) -> bool:
-        held = self._resident
-        return held is not None and self._ranks.alive and held.model_id == state.model_id and held.step >= state.step
-
-    async def load(self: Any, plan: Any, snapshot: Any) -> Any:
-        return None if is_there(self, plan.state) else await loads(self, plan, snapshot)
-
-    world.TrainerWorld.holds = lambda self, state: is_there(self, state) or holds(self, state)  # type: ignore[method-assign]
-    world.TrainerWorld._load_from = load  # type: ignore[method-assign]
-
-
-SABOTAGES: dict[str, Callable[[], None]] = {"transaction": transaction, "fence": fence, "order": order, "resident": resident}
+SABOTAGES: dict[str, Callable[[], None]] = {"transaction": transaction, "fence": fence}
 """By name."""
