@@ -1,10 +1,10 @@
 """What goes wrong in a run: a seeded deck of faults, played at random moments.
 
 Each fault says what it did. Two are aimed at the gap between store and commit: the worker is stopped when the manifest of a step's weights
-appears (`sight`), at once or some milliseconds on its way through the transaction; then `steps` is read to its end; if the attempt is committed there, the blow came late: the worker goes on, and the next
-manifest is waited for. If it is not, the worker is killed, or, as a zombie, woken when another worker has done the step. What counts is
-settled at the end of the run: an attempt whose weights are in the store and which the ledger never had was struck in the gap, whether its
-transaction had not begun or was open.
+appears (`sight`), at once or some milliseconds on its way through the transaction; then `steps` is read to its end. If the attempt is
+committed there, the blow came late: the worker goes on, and the next manifest is waited for. If it is not, the worker is killed, or, as a
+zombie, woken when another worker has done the step. What counts is settled at the end of the run: an attempt whose weights are in the store
+and which the ledger never had was struck in the gap; one whose records are in the log as well was struck in its open transaction.
 """
 
 import asyncio
