@@ -1,10 +1,10 @@
 """What goes wrong in a run: a seeded deck of faults, played at random moments.
 
 Each fault says what it did. Two are aimed at the gap between store and commit: the worker is stopped when the manifest of a step's weights
-appears (`sight`), at once or some milliseconds on its way through the transaction; then `steps` is read to its end. If the attempt is
-committed there, the blow came late: the worker goes on, and the next manifest is waited for. If it is not, the worker is killed, or, as a
-zombie, woken when another worker has done the step. What counts is settled at the end of the run: an attempt whose weights are in the store
-and which the ledger never had was struck in the gap; one whose records are in the log as well was struck in its open transaction.
+appears (`sight`), at once, or when the first record of its transaction is in the broker's log file; then `steps` is read to its end. If the
+attempt is committed there, the blow came late: the worker goes on, and the next manifest is waited for. If it is not, the worker is killed,
+or, as a zombie, woken when another worker has done the step. What counts is settled at the end of the run: an attempt whose weights are in
+the store and which the ledger never had was struck in the gap; one whose records are in the log as well, in its open transaction.
 """
 
 import asyncio
@@ -14,20 +14,21 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from tests.chaos.crew import Crew, WorkerProcess
-from tests.chaos.sight import Stored, stop, strike_at_manifest
+from tests.chaos.sight import Stored, Strike, stop, strike_at_manifest
+from tests.chaos.stream import LANES
 from tests.chaos.witness import Witness
 
+from headrace.core.lanes import lane_of
 from headrace.core.local import LocalBroker
 from headrace.core.settings import Settings
 from headrace.schemas.state import StepRecord
 
 _GAP_TRIES = 6
-_COMMIT_SECONDS = 0.06
-"""From the manifest of the weights to the end of the commit, about; on a busy machine more."""
+_COMMIT_SECONDS = 3.0
+"""From the manifest of the weights to the first record of the transaction, at most."""
 _STEP_SECONDS = 20.0
 _TAKEOVER_SECONDS = 40.0
 _CLAIMED = "is ours"
@@ -59,6 +60,8 @@ class Adversary:
         only: Sequence[str] | None = None,
     ) -> None:
         self._store = Path(settings.store.url.removeprefix("file://"))
+        self._steps = settings.topic_names.steps
+        self._broker_data = broker.log_file.parent / "data"
         self._crew = crew
         self._broker = broker
         self._committed = committed
@@ -148,7 +151,7 @@ class Adversary:
     async def _kill_broker_in_gap(self) -> str | None:
         """The worker lives and does not know whether its commit happened."""
         pid = self._broker.pid
-        stored = await self._manifest(lambda _: os.kill(pid, signal.SIGKILL))
+        stored = await self._manifest(lambda *_: os.kill(pid, signal.SIGKILL))
         if stored is None:
             return None
         await self._start_broker()
@@ -203,8 +206,7 @@ class Adversary:
     async def _in_gap(self) -> Stored | None:
         """A worker, stopped between store and commit; None if none could be caught there."""
         for _ in range(_GAP_TRIES):
-            # At once, or somewhere on its way through the transaction.
-            stored = await self._manifest(partial(_stop_after, self._rng.choice((0.0, self._rng.uniform(0, _COMMIT_SECONDS)))))
+            stored = await self._manifest(stop if self._rng.random() < 0.5 else self._stop_in_transaction)
             if stored is None:
                 return None
             await self._committed.catch_up()
@@ -213,8 +215,17 @@ class Adversary:
             stored.worker.signal(signal.SIGCONT)
         return None
 
-    async def _manifest(self, strike: Callable[[WorkerProcess], None]) -> Stored | None:
+    async def _manifest(self, strike: Strike) -> Stored | None:
         return await asyncio.to_thread(strike_at_manifest, self._store, self._crew.running, _STEP_SECONDS, strike)
+
+    def _stop_in_transaction(self, worker: WorkerProcess, model_id: str) -> None:
+        """Wait until the first record of the step's transaction, the ledger's, is in the broker's log; blocks."""
+        folder = self._broker_data / f"{self._steps}-{lane_of(model_id, LANES)}"
+        log = max(folder.glob("*.log"))
+        size, until = log.stat().st_size, time.monotonic() + _COMMIT_SECONDS
+        while log.stat().st_size == size and time.monotonic() < until:
+            time.sleep(0.0002)
+        stop(worker, model_id)
 
     def _any_worker(self) -> WorkerProcess | None:
         running = self._crew.running
@@ -228,11 +239,6 @@ class Adversary:
         except TimeoutError:
             return False
         return True
-
-
-def _stop_after(seconds: float, worker: WorkerProcess) -> None:
-    time.sleep(seconds)
-    stop(worker)
 
 
 def _claims(workers: Sequence[WorkerProcess]) -> int:

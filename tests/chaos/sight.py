@@ -14,6 +14,8 @@ from pathlib import Path
 
 from tests.chaos.crew import WorkerProcess
 
+Strike = Callable[[WorkerProcess, str], None]
+"""Gets the worker of the step, and the model's id."""
 _LOOK_SECONDS = 0.0005
 _WRITING_SECONDS = 5.0
 
@@ -28,10 +30,8 @@ class Stored:
     worker: WorkerProcess
 
 
-def strike_at_manifest(
-    store: Path, workers: Sequence[WorkerProcess], seconds: float, strike: Callable[[WorkerProcess], None]
-) -> Stored | None:
-    """Wait for the next step's weights, and call `strike` with its worker at that moment; blocks. None: no step came."""
+def strike_at_manifest(store: Path, workers: Sequence[WorkerProcess], seconds: float, strike: Strike) -> Stored | None:
+    """Wait for the next step's weights, and call `strike` at that moment; blocks. None: no step came."""
     until = time.monotonic() + seconds
     known = {folder: _names(folder) for folder in _weights_folders(store)}
     changed = {folder: folder.stat().st_mtime_ns for folder in known}
@@ -46,8 +46,9 @@ def strike_at_manifest(
                 step, _, attempt = name.partition("-")
                 owner = next((worker for worker in workers if worker.holds(attempt)), None)
                 if owner is not None and _appears(folder / name / "manifest.json"):
-                    strike(owner)
-                    return Stored(model_id=folder.parts[-3], step=int(step), attempt=attempt, worker=owner)
+                    model_id = folder.parts[-3]
+                    strike(owner, model_id)
+                    return Stored(model_id=model_id, step=int(step), attempt=attempt, worker=owner)
         time.sleep(_LOOK_SECONDS)
         if not known:
             known = {folder: set() for folder in _weights_folders(store)}
@@ -72,6 +73,6 @@ def _appears(manifest: Path) -> bool:
     return True
 
 
-def stop(worker: WorkerProcess) -> None:
+def stop(worker: WorkerProcess, _model_id: str = "") -> None:
     """SIGSTOP to the worker and its ranks."""
     worker.signal(signal.SIGSTOP)
