@@ -206,7 +206,7 @@ class Adversary:
     async def _in_gap(self) -> Stored | None:
         """A worker, stopped between store and commit; None if none could be caught there."""
         for _ in range(_GAP_TRIES):
-            stored = await self._manifest(stop if self._rng.random() < 0.5 else self._stop_in_transaction)
+            stored = await self._manifest(self._stop_in_transaction if len(self.gaps) % 2 == 0 else stop)
             if stored is None:
                 return None
             await self._committed.catch_up()
