@@ -41,9 +41,13 @@ def test_it_is_made_once_and_anew_when_a_jar_or_the_java_changed(tmp_path: Path,
     os.utime(jars[0], ns=(1, 1))
     second, _ = sharing_options(java, jars, ["-Xmx1m"], recorded.append)
     third, _ = sharing_options(script(tmp_path / "other", DUMPS), jars, ["-Xmx1m"], recorded.append)
-    assert len({first, second, third}) == 3
-    assert len(recorded) == 3
-    assert [str(path) for path in jars[0].parent.glob("classes-*")] == [third.partition("=")[2]]  # it is large: one is kept
+    fourth, _ = sharing_options(script(tmp_path / "another", DUMPS), jars, ["-Xmx1m"], recorded.append)
+    assert len({first, second, third, fourth}) == 4
+    assert len(recorded) == 4
+    kept = {str(path) for path in jars[0].parent.glob("classes-*")}  # they are large: the newest three
+    assert kept == {option.partition("=")[2] for option in (second, third, fourth)}
+    assert sharing_options(java, jars, ["-Xmx1m"], recorded.append)[0] == second
+    assert len(recorded) == 4
 
 
 def test_a_java_that_cannot_make_one_is_asked_once_and_used_without(

