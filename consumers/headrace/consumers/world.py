@@ -94,14 +94,14 @@ class TrainerWorld:
         asked = time.monotonic()
         async with self.turn():
             logger.debug("step %d of %s waited %.3f s for its turn", plan.state.step + 1, plan.state.model_id, time.monotonic() - asked)
+            if self._resident is not None and self._ranks.alive and self._resident.model_id != plan.state.model_id:
+                await self._park(self._resident)
             if not self._ranks.alive:
                 self._resident = None
                 if self._launched:  # nobody's step is to blame
                     self.lost.set()
                     raise WorldLostError
                 await self._replace()
-            if self._resident is not None and self._resident.model_id != plan.state.model_id:
-                await self._park(self._resident)
             load_from = await self._load_from(plan, snapshot)
             self._resident = None
             try:
@@ -173,7 +173,8 @@ class TrainerWorld:
             await asyncio.to_thread(shutil.rmtree, self._parked_at(former), ignore_errors=True)
         try:
             await self._save(state, folder)
-        except (StepFailedError, OSError):
+        except (StepFailedError, RankDiedError, OSError):
+            # Not the fault of the step that comes next, which gets a new world if it must.
             logger.exception("%s could not be parked", state)
         else:
             self._parked[state.model_id] = state
