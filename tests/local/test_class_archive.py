@@ -62,14 +62,16 @@ def test_a_java_that_cannot_make_one_is_asked_once_and_used_without(
 
 
 def test_a_corrupt_archive_does_not_keep_the_broker_from_starting(kafka: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (archive,) = cache.class_path(KAFKA)[0].parent.glob("classes-*.jsa")
-    data = bytearray(archive.read_bytes())
-    data[len(data) // 2 : len(data) // 2 + 4096] = os.urandom(4096)
-    corrupt = tmp_path / "corrupt.jsa"
-    corrupt.write_bytes(data)
+    folder = cache.class_path(KAFKA)[0].parent
+    corrupt = tmp_path / "corrupt"  # for whichever Java: the cache keeps one for each of several
+    corrupt.mkdir()
+    for archive in folder.glob("classes-*.jsa"):
+        data = bytearray(archive.read_bytes())
+        data[len(data) // 2 : len(data) // 2 + 4096] = os.urandom(4096)
+        (corrupt / archive.name).write_bytes(data)
     monkeypatch.setattr(
         "headrace.core.local.broker.sharing_options",
-        lambda *_: [option.replace(str(archive), str(corrupt)) for option in sharing_options(*_)],
+        lambda *_: [option.replace(f"{folder}/classes-", f"{corrupt}/classes-") for option in sharing_options(*_)],
     )
     with LocalBroker(tmp_path):
         text = (tmp_path / "kafka" / "server.out").read_text()
