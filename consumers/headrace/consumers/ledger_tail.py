@@ -4,18 +4,15 @@ Guarantees: one record for each bound, in step order, `read_committed`; nothing 
 nothing; a bound whose record is not there raises.
 """
 
-import time
+from contextlib import aclosing
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.errors import OffsetOutOfRangeError
 
-from headrace.core.fetching import single_reader
+from headrace.core.fetching import Unreadable, records_in, single_reader
 from headrace.core.kafka import ClientOptions, plain_errors
-from headrace.core.reading import POLL_MS, OffsetLostError, end_offsets
+from headrace.core.reading import OffsetLostError, end_offsets
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.state import ModelState, StepRecord
-
-_STALL_SECONDS = 60.0
 
 
 async def records_since_snapshot(options: ClientOptions, topic: str, lane: int, state: ModelState) -> list[StepRecord]:
@@ -47,20 +44,14 @@ async def records_since_snapshot(options: ClientOptions, topic: str, lane: int, 
 
 
 async def _first_of(consumer: AIOKafkaConsumer, state: ModelState, step: int, span: range) -> StepRecord:
-    (where,) = consumer.assignment()
-    consumer.seek(where, span.start)
-    began = time.monotonic()
-    while await consumer.position(where) < span.stop and time.monotonic() - began < _STALL_SECONDS:
-        try:
-            batches = await consumer.getmany(where, timeout_ms=POLL_MS)
-        except OffsetOutOfRangeError:
-            break
-        for record in batches.get(where, ()):
-            if record.offset >= span.stop or record.key != state.model_id.encode():
+    async with aclosing(records_in(consumer, span)) as records:
+        async for record in records:
+            if isinstance(record, Unreadable) or record.key != state.model_id.encode():
                 continue
             opened = open_record(record.value, header_text(record.headers), (StepRecord,))
             if isinstance(opened, StepRecord) and (opened.incarnation, opened.step) == (state.incarnation, step):
                 return opened
+    (where,) = consumer.assignment()
     raise OffsetLostError(
         f"{where.topic} partition {where.partition} has no record of step {step} of {state.model_id} from offset {span.start} on"
     )

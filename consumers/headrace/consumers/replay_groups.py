@@ -6,21 +6,20 @@ Gives up: job records, which are no groups; memory bounds beyond one poll (a few
 """
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
 
-from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
-from aiokafka.errors import OffsetOutOfRangeError
+from aiokafka import ConsumerRecord, TopicPartition
 
 from headrace.consumers.replay_span import span_of
 from headrace.consumers.replay_where import Where
-from headrace.core.fetching import single_reader
+from headrace.core.fetching import Unreadable, records_in, single_reader
 from headrace.core.kafka import client_options, plain_errors
 from headrace.core.lanes import lane_of
 from headrace.core.payloads import PayloadError, redeem
-from headrace.core.reading import POLL_MS, STALL_SECONDS, ReadStalledError, end_offsets
+from headrace.core.reading import end_offsets
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
 from headrace.core.topic_admin import lane_count
@@ -102,15 +101,16 @@ class GroupReader:
                 wanted = self._wanted(first, stop)
                 if wanted is not None:
                     first, stop = max(first, min(wanted, default=stop)), min(stop, max(wanted, default=first - 1) + 1)
-                async for record in _records(consumer, where, first, stop):
-                    if isinstance(record, Unusable):
-                        (wanted or set()).discard(record.offset)
-                        yield record
-                    elif record.key == self._model_id.encode() and (wanted is None or record.offset in wanted):
-                        if wanted is not None:
-                            wanted.remove(record.offset)
-                        if (found := await asyncio.to_thread(self._judge, record)) is not None:
-                            yield found
+                async with aclosing(records_in(consumer, range(first, stop))) as records:
+                    async for record in records:
+                        if isinstance(record, Unreadable):
+                            (wanted or set()).discard(record.offset)
+                            yield Unusable(offset=record.offset, detail="a header's name is no UTF-8: whose record it is can't be told")
+                        elif record.key == self._model_id.encode() and (wanted is None or record.offset in wanted):
+                            if wanted is not None:
+                                wanted.remove(record.offset)
+                            if (found := await asyncio.to_thread(self._judge, record)) is not None:
+                                yield found
                 for offset in sorted(wanted or ()):
                     yield Unusable(offset=offset, detail="a step trained on it, and the log does not have it any more")
 
@@ -158,30 +158,3 @@ class GroupReader:
         if sampled.group.group_id is None:
             sampled.group.group_id = name
         return sampled
-
-
-async def _records(consumer: AIOKafkaConsumer, where: TopicPartition, first: int, stop: int) -> AsyncGenerator[ConsumerRecord | Unusable]:
-    """Committed records of `[first, stop)`."""
-    consumer.seek(where, first)
-    at, moved_at = first, time.monotonic()
-    at_once: int | None = None  # records of one poll; None: as many as come
-    while at < stop:
-        try:
-            batches = await consumer.getmany(where, timeout_ms=POLL_MS, max_records=at_once)
-        except OffsetOutOfRangeError:
-            # Retention ran since the span was found: what it took is no longer in the span.
-            consumer.seek(where, (await consumer.beginning_offsets([where]))[where])
-        except UnicodeDecodeError:
-            # A header's name that is no UTF-8, inside the client library: one by one until it stands alone, then over it.
-            if at_once is not None:
-                yield Unusable(offset=at, detail="a header's name is no UTF-8: whose record it is can't be told")
-            consumer.seek(where, at + (at_once or 0))
-            at_once = 1
-        else:
-            for record in batches.get(where, ()):
-                if record.offset < stop:
-                    yield record
-        if (now_at := await consumer.position(where)) != at:
-            at, moved_at = now_at, time.monotonic()
-        elif time.monotonic() - moved_at > STALL_SECONDS:
-            raise ReadStalledError(f"no progress for {STALL_SECONDS:g} s: {where.topic} partition {where.partition} at {at} of {stop}")

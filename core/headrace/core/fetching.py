@@ -5,8 +5,9 @@ stand close together are read in one go. Gives up: memory bounds; the caller bou
 """
 
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import OffsetOutOfRangeError
@@ -43,7 +44,11 @@ async def fetch_offsets(options: ClientOptions, topic: str, partition: int, offs
         async with single_reader(options, where) as consumer:
             first = (await consumer.beginning_offsets([where]))[where]
             for run in _runs([offset for offset in wanted if first <= offset < end]):
-                await _read_run(consumer, where, run, found)
+                asked = set(run)
+                async with aclosing(records_in(consumer, range(run[0], run[-1] + 1))) as records:
+                    async for record in records:
+                        if not isinstance(record, Unreadable) and record.offset in asked:
+                            found[record.offset] = record
     if missing := [offset for offset in wanted if offset not in found]:
         raise OffsetLostError(_gone(where, missing, first), tuple(missing))
     return found
@@ -69,29 +74,47 @@ async def single_reader(options: ClientOptions, where: TopicPartition) -> AsyncI
         await consumer.stop()
 
 
-async def _read_run(consumer: AIOKafkaConsumer, where: TopicPartition, run: list[int], found: dict[int, ConsumerRecord]) -> None:
-    consumer.seek(where, run[0])
-    asked, moved_at, at = set(run), time.monotonic(), run[0]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A record that the client library can't hand over: a header's name is no UTF-8."""
+
+    offset: int
+
+
+async def records_in(consumer: AIOKafkaConsumer, span: range) -> AsyncGenerator[ConsumerRecord | Unreadable]:
+    """What the log has of the offsets in `span`, in order. Close it (`aclosing`) when leaving early.
+
+    Args:
+        consumer: Of a `single_reader`.
+        span: Offsets; what retention takes meanwhile is left out.
+
+    Raises:
+        ReadStalledError: no progress.
+    """
+    (where,) = consumer.assignment()
+    consumer.seek(where, span.start)
+    at, moved_at = span.start, time.monotonic()
     at_once: int | None = None  # records of one poll; None: as many as come
-    while at <= run[-1]:
+    while at < span.stop:
         try:
             batches = await consumer.getmany(where, timeout_ms=POLL_MS, max_records=at_once)
         except OffsetOutOfRangeError:
-            return  # retention ran meanwhile: they are missing
+            consumer.seek(where, (await consumer.beginning_offsets([where]))[where])
         except UnicodeDecodeError:
-            # A header's name that is no UTF-8 (as `LaneReader` meets it): nobody asks for such a record, it is passed by, alone.
-            at = await consumer.position(where) + (at_once or 0)
-            consumer.seek(where, at)
+            # The library fails on a whole batch: one by one until the record stands alone, then over it. `position` moves within a batch.
+            failed = await consumer.position(where)
+            if at_once is not None:
+                yield Unreadable(offset=failed)
+            consumer.seek(where, failed + (at_once or 0))
             at_once = 1
-            continue
-        for record in batches.get(where, ()):
-            if record.offset in asked:
-                found[record.offset] = record
-        now = await consumer.position(where)
-        if now != at:
-            at, moved_at = now, time.monotonic()
+        else:
+            for record in batches.get(where, ()):
+                if record.offset < span.stop:
+                    yield record
+        if (now_at := await consumer.position(where)) != at:
+            at, moved_at = now_at, time.monotonic()
         elif time.monotonic() - moved_at > STALL_SECONDS:
-            raise ReadStalledError(f"no progress for {STALL_SECONDS:g} s: {where.topic} partition {where.partition} at {at}")
+            raise ReadStalledError(f"no progress for {STALL_SECONDS:g} s: {where.topic} partition {where.partition} at {at} of {span.stop}")
 
 
 def _runs(offsets: list[int]) -> list[list[int]]:
