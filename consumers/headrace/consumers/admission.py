@@ -2,13 +2,18 @@
 
 import ctypes
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from headrace.schemas.envelope import header_text
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.reasons import DeadLetterReason, RejectionReason
 from headrace.schemas.training import ModelSettings
 from headrace.trainer.groups import TokenizedGroup
 from headrace.trainer.plan import BaseSource
+
+if TYPE_CHECKING:  # the tokenizing process knows no Kafka
+    from aiokafka import ConsumerRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +27,17 @@ class AdmissionRequest:
     base: BaseSource | None
     """None: the model does not train; the group is only read."""
     settings: ModelSettings
+
+    @classmethod
+    def of(cls, record: "ConsumerRecord", base: BaseSource | None, settings: ModelSettings) -> "AdmissionRequest":
+        """For a record as it stands in the log."""
+        return cls(
+            value=record.value,
+            headers=dict(header_text(record.headers)),
+            fallback_id=f"{record.partition}-{record.offset}",
+            base=base,
+            settings=settings,
+        )
 
 
 NOTED_BYTES = 4096

@@ -23,6 +23,7 @@ from headrace.consumers.lane_reader import LaneReader, UnreadableRecord
 from headrace.consumers.model_run import ModelRun
 from headrace.consumers.state_bounds import pending_room
 from headrace.consumers.waiting import Waiting
+from headrace.consumers.world import base_source
 from headrace.core.errors import HeadraceError
 from headrace.core.lanes import lane_of
 from headrace.core.settings import Settings
@@ -30,7 +31,6 @@ from headrace.schemas.envelope import header_text
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import DeadLetterReason, RejectionReason
-from headrace.trainer.plan import BaseSource
 
 logger = logging.getLogger(__name__)
 
@@ -130,14 +130,8 @@ class LaneIntake:
     def _request(self, record: ConsumerRecord, run: ModelRun) -> AdmissionRequest:
         settings = run.state.settings
         entry = self._settings.base_models.get(settings.base_model)
-        return AdmissionRequest(
-            value=record.value,
-            headers=dict(header_text(record.headers)),
-            fallback_id=f"{record.partition}-{record.offset}",
-            # A model outside the catalogue is stopped: its groups are read, to be refused by their ids.
-            base=None if entry is None or run.status != "active" else BaseSource(path=entry.path, gguf_file=entry.gguf_file),
-            settings=settings,
-        )
+        # A model outside the catalogue is stopped: its groups are read, to be refused by their ids.
+        return AdmissionRequest.of(record, None if entry is None or run.status != "active" else base_source(entry), settings)
 
     async def _admit(self, requests: list[AdmissionRequest]) -> list[AdmissionResult]:
         while True:

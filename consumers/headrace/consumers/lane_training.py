@@ -23,7 +23,7 @@ from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotF
 from headrace.schemas.jobs import JobState
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import Intent
-from headrace.trainer.rank import RankDiedError, StepFailedError
+from headrace.trainer.rank import RankDiedError, StepFailedError, cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -172,8 +172,7 @@ class LaneTraining:
         try:
             step = await self._steps.begin_anew(run)
         except (ModelDivergedError, ObjectNotFoundError, DigestMismatchError, InvalidKeyError, StepFailedError, RankDiedError) as error:
-            text = str(error).strip().splitlines()
-            detail = f"it can't {why}: {text[-1] if text else error!r}"
+            detail = f"it can't {why}: {cause_of(error)}"
             forked = run.start_from is not None
             run.rebasing = run.start_from = None
             run.set_status("stopped" if forked else "diverged", detail)

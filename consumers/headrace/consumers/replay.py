@@ -17,8 +17,8 @@ from pathlib import Path
 
 from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.kl_references import KlReferences
-from headrace.consumers.replay_start import BEGIN_ANEW, Route
-from headrace.consumers.rerun import Changes, Rerun, StepReruns, state_after
+from headrace.consumers.replay_start import Route
+from headrace.consumers.rerun import BEGIN_ANEW, Changes, Rerun, StepReruns, state_after
 from headrace.consumers.world import TrainerWorld
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings

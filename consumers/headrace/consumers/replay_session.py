@@ -19,8 +19,8 @@ from headrace.consumers.replay_changes import Asked, ChangeError
 from headrace.consumers.replay_distance import WeightsDistance, weights_distance
 from headrace.consumers.replay_groups import GroupReader, RawGroup, Selection
 from headrace.consumers.replay_publish import check_name, publish_fork
-from headrace.consumers.replay_start import BEGIN_ANEW, NothingToReplayError, Route, find_route
-from headrace.consumers.rerun import Changes, offsets_of
+from headrace.consumers.replay_start import NothingToReplayError, Route, find_route
+from headrace.consumers.rerun import BEGIN_ANEW, Changes, offsets_of
 from headrace.core.model_views import ModelView
 from headrace.core.models import check_base_model, get_model
 from headrace.core.settings import Settings

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
+from headrace.consumers.rerun import BEGIN_ANEW
 from headrace.consumers.step_folders import list_folders
 from headrace.core.errors import HeadraceError
 from headrace.core.ledger import read_ledger, stream_ledger
@@ -21,9 +22,6 @@ from headrace.core.store import DigestMismatchError, ObjectNotFoundError, Object
 from headrace.core.store.folders import MANIFEST
 from headrace.schemas.state import ModelState, StepRecord
 from headrace.schemas.weights import Manifest, WeightsRef
-
-BEGIN_ANEW = frozenset({"rebased", "forked"})
-"""Cuts of steps that train nothing: the state is that of their snapshot, however the steps before went."""
 
 
 class NothingToReplayError(HeadraceError):

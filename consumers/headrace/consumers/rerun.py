@@ -20,7 +20,7 @@ from headrace.consumers.admission import AdmissionRequest, Admitted
 from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.cut import judge
 from headrace.consumers.kl_references import KlReferences, ReferenceMissingError
-from headrace.consumers.world import TrainerWorld, world_settings
+from headrace.consumers.world import TrainerWorld, base_source
 from headrace.core.errors import HeadraceError
 from headrace.core.fetching import fetch_offsets
 from headrace.core.kafka import client_options
@@ -28,14 +28,16 @@ from headrace.core.reading import OffsetLostError
 from headrace.core.settings import Settings
 from headrace.core.store.digests import sha256_of_file
 from headrace.core.store.folders import folder_digest
-from headrace.schemas.envelope import header_text
 from headrace.schemas.state import Fingerprint, OffsetRange, StepRecord, TrainingScalars
 from headrace.schemas.training import ModelSettings, TrainConfig
 from headrace.schemas.weights import StoredFile, WeightsRef
 from headrace.trainer.groups import TokenizedGroup
 from headrace.trainer.options import merged_config, resolve
 from headrace.trainer.plan import BaseSource, KlReference, StateKey, StepPlan, StepResult
-from headrace.trainer.rank import StepFailedError
+from headrace.trainer.rank import StepFailedError, cause_of
+
+BEGIN_ANEW = frozenset({"rebased", "forked"})
+"""Cuts of steps that train nothing: the state is that of their snapshot, however the steps before went."""
 
 
 class CannotRerunError(HeadraceError):
@@ -87,7 +89,6 @@ class StepReruns:
         self._references = references
         self._options = client_options(settings.kafka, f"headrace-rerun-{lane}")
         self._topic = settings.groups_topic
-        self._shape = world_settings(settings)
 
     async def run(
         self,
@@ -116,7 +117,7 @@ class StepReruns:
         """
         changes = changes or Changes()
         config = record.config if changes.config is None else merged_config(record.config, changes.config)
-        if record.cut in {"rebased", "forked"}:
+        if record.cut in BEGIN_ANEW:
             raise CannotRerunError(f"step {record.step} is {record.cut}: it trained nothing, and begins anew from its own snapshot")
         plan = StepPlan(
             state=state_before(record),
@@ -137,7 +138,7 @@ class StepReruns:
             digest = await asyncio.to_thread(_digest_of, out_dir / "weights")
         except StepFailedError as error:
             await asyncio.to_thread(shutil.rmtree, out_dir, ignore_errors=True)
-            raise CannotRerunError(f"step {record.step} failed, which it did not before: {_last_line(error)}") from error
+            raise CannotRerunError(f"step {record.step} failed, which it did not before: {cause_of(error)}") from error
         except BaseException:
             shutil.rmtree(out_dir, ignore_errors=True)
             raise
@@ -154,7 +155,7 @@ class StepReruns:
         entry = self._settings.base_models.get(model.base_model)
         if entry is None:
             raise CannotRerunError(f"base model {model.base_model!r} is not in this worker's catalogue")
-        return BaseSource(path=entry.path, gguf_file=entry.gguf_file)
+        return base_source(entry)
 
     async def _reference(self, record: StepRecord, config: TrainConfig) -> KlReference | None:
         options = resolve(config)
@@ -173,16 +174,7 @@ class StepReruns:
         except OffsetLostError as error:
             raise CannotRerunError(f"step {record.step}: {error}") from error
         base = self._base(model)
-        requests = [
-            AdmissionRequest(
-                value=found.value,
-                headers=dict(header_text(found.headers)),
-                fallback_id=f"{found.partition}-{found.offset}",
-                base=base,
-                settings=model,
-            )
-            for found in records.values()
-        ]
+        requests = [AdmissionRequest.of(found, base, model) for found in records.values()]
         groups = []
         for offset, answer in zip(records, await self._pool.admit(requests), strict=True):
             if not isinstance(answer, Admitted):
@@ -237,8 +229,3 @@ def _digest_of(folder: Path) -> str:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     )
-
-
-def _last_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[-1] if text else repr(error)

@@ -50,16 +50,7 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
     key = result.key
 
     def put(kind: FolderKind) -> tuple[Manifest, WeightsRef]:
-        return store_folder(
-            store,
-            folder_key(key, kind),
-            out_dir / kind,
-            kind=kind,
-            model_id=key.model_id,
-            incarnation=key.incarnation,
-            step=key.step,
-            attempt=key.attempt or "",
-        )
+        return _put(store, out_dir / kind, kind, key, key)
 
     kinds = await asyncio.to_thread(_lay_out, out_dir, duplicates, report)
     stored = dict(zip(kinds, await asyncio.gather(*(asyncio.to_thread(put, kind) for kind in kinds)), strict=True))
@@ -90,20 +81,25 @@ async def store_snapshot(store: ObjectStore, folder: Path, key: StateKey, duplic
 
     def put() -> WeightsRef:
         (folder / DUPLICATES_FILE).write_bytes(duplicates)
-        _, ref = store_folder(
-            store,
-            folder_key(replace(key, attempt=attempt), "snapshot"),
-            folder,
-            kind="snapshot",
-            model_id=key.model_id,
-            incarnation=key.incarnation,
-            step=key.step,
-            attempt=key.attempt or "",
-        )
+        _, ref = _put(store, folder, "snapshot", key, replace(key, attempt=attempt))
         shutil.rmtree(folder, ignore_errors=True)
         return ref
 
     return await asyncio.to_thread(put)
+
+
+def _put(store: ObjectStore, folder: Path, kind: FolderKind, key: StateKey, called: StateKey) -> tuple[Manifest, WeightsRef]:
+    """Store a folder of the state `key` under the name of `called`."""
+    return store_folder(
+        store,
+        folder_key(called, kind),
+        folder,
+        kind=kind,
+        model_id=key.model_id,
+        incarnation=key.incarnation,
+        step=key.step,
+        attempt=key.attempt or "",
+    )
 
 
 def _lay_out(out_dir: Path, duplicates: bytes, report: StepReport) -> list[FolderKind]:

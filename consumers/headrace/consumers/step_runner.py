@@ -27,7 +27,7 @@ from headrace.consumers.step_files import store_snapshot, store_step
 from headrace.consumers.step_records import StepOutcome, committed_step
 from headrace.consumers.step_report import build_report
 from headrace.consumers.transaction import CommittedStep, TakenSnapshot
-from headrace.consumers.world import StateNotHeldError, TrainerWorld
+from headrace.consumers.world import StateNotHeldError, TrainerWorld, base_source
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
 from headrace.core.store import DigestMismatchError, ObjectNotFoundError, ObjectStore
@@ -37,7 +37,7 @@ from headrace.schemas.training import SftConfig, TrainConfig
 from headrace.schemas.weights import WeightsRef
 from headrace.trainer.options import merged_config, resolve
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
-from headrace.trainer.rank import RankDiedError, StepFailedError
+from headrace.trainer.rank import RankDiedError, StepFailedError, cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class StepRunner:
                 logger.exception("step %d of %s failed (%d)", key.step + 1, key.model_id, self._failures[key])
                 if self._failures[key] >= MAX_ATTEMPTS:
                     del self._failures[key]
-                    raise BatchGivenUpError(_last_line(error)) from error
+                    raise BatchGivenUpError(cause_of(error)) from error
             except BaseException:
                 shutil.rmtree(plan.out_dir, ignore_errors=True)
                 raise
@@ -236,8 +236,7 @@ class StepRunner:
         return None if document is None or document.kind != "sft" else document.sft or SftConfig()
 
     def _base(self, run: ModelRun) -> BaseSource:
-        entry = self._settings.base_models[run.state.settings.base_model]
-        return BaseSource(path=entry.path, gguf_file=entry.gguf_file)
+        return base_source(self._settings.base_models[run.state.settings.base_model])
 
     async def _plan(self, run: ModelRun, batch: Batch, config: TrainConfig) -> StepPlan:
         state = run.state
@@ -300,8 +299,3 @@ def finish_job(run: ModelRun, step: CommittedStep) -> None:
         metrics=step.completed.metrics,
         accelerator_seconds={step.accelerator: step.completed.seconds},
     )
-
-
-def _last_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[-1] if text else repr(error)

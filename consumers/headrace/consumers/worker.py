@@ -14,14 +14,13 @@ from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.balancer import Balancer
 from headrace.consumers.lane import Lane
 from headrace.consumers.work_folder import WorkFolder
-from headrace.consumers.world import TrainerWorld, WorldLostError
+from headrace.consumers.world import TrainerWorld, WorldLostError, base_source
 from headrace.core.durability import durability
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
 from headrace.core.topic_admin import lane_count
-from headrace.trainer.plan import BaseSource
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class Worker:
         world = TrainerWorld(self._settings, self._store)
         if len(self._settings.base_models) == 1:
             (entry,) = self._settings.base_models.values()
-            world.preload(BaseSource(path=entry.path, gguf_file=entry.gguf_file))
+            world.preload(base_source(entry))
         try:
             await self._balancer.start()
             logger.info("worker of group %s on %d lanes", self._settings.worker.group, count)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace.core.errors import HeadraceError
-from headrace.core.settings import Settings
+from headrace.core.settings import BaseModelEntry, Settings
 from headrace.core.store import ObjectStore, fetch_folder
 from headrace.schemas.weights import WeightsRef
 from headrace.trainer.plan import BaseSource, SavePlan, StateKey, StepPlan, StepResult
@@ -223,6 +223,11 @@ class TrainerWorld:
         if not self._launched:  # there, rank 0 must say goodbye to those that it did not start
             self._ranks.kill()
         await asyncio.to_thread(self._ranks.close)
+
+
+def base_source(entry: BaseModelEntry) -> BaseSource:
+    """A base model of the catalogue, as the ranks and the tokenizing process load it."""
+    return BaseSource(path=entry.path, gguf_file=entry.gguf_file)
 
 
 def world_settings(settings: Settings, launched_size: int | None = None) -> WorldSettings:

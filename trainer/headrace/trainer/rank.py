@@ -38,6 +38,12 @@ class RankDiedError(HeadraceError):
     """A rank process ended, or hung, in the middle of a step."""
 
 
+def cause_of(error: HeadraceError) -> str:
+    """What went wrong, without the traceback that a rank's error brings along: the last line of the message."""
+    text = str(error).strip()
+    return text.splitlines()[-1] if text else repr(error)
+
+
 class RankWorld:
     """The rank processes of this machine, from their start to their end.
 
