@@ -11,12 +11,12 @@ from tests.core.ledgers import record, write
 
 from headrace.consumers.replay_changes import Asked, ChangeError
 from headrace.consumers.replay_distance import weights_distance
-from headrace.consumers.replay_span import TimeError, parse_time
 from headrace.consumers.replay_start import NothingToReplayError, find_route
 from headrace.core.errors import HeadraceError
 from headrace.core.settings import KafkaSettings, Settings, StoreSettings, TopicSettings
 from headrace.core.step_range import StepRange
 from headrace.core.store import open_store, store_folder
+from headrace.core.times import TimeError, parse_time
 from headrace.core.topic_admin import apply
 from headrace.schemas.state import ModelState, StepRecord
 from headrace.schemas.training import ModelSettings, OptimizerSettings, TrainConfig

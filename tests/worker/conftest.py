@@ -15,13 +15,13 @@ import orjson
 import pytest
 from tests.consumers.conftest import tiny_model as tiny_model  # noqa: PLC0414 - a fixture, shared
 from tests.worker.following import Following
+from tests.worker.learners import learner_settings
 from tests.worker.stage import stage as stage  # noqa: PLC0414 - a fixture, shared
 
 from headrace.core.kafka import client_options
 from headrace.core.models import ModelView, create_model
 from headrace.core.settings import BaseModelEntry, KafkaSettings, Settings, StoreSettings, TopicSettings, WorkerSettings
 from headrace.core.topic_admin import apply
-from headrace.schemas.training import BatchPolicy, ModelSettings, OptimizerSettings, TrainConfig
 
 
 def settings_of(kafka: str, prefix: str, folder: Path, base: Path) -> Settings:
@@ -63,19 +63,7 @@ def shared(kafka: str, tmp_path_factory: pytest.TempPathFactory, tiny_model: Pat
 
 async def learner(settings: Settings, name: str = "learner", *, max_policy_lag: int | None = None, **batch: object) -> ModelView:
     """A model that trains all parameters, two groups a step."""
-    return await create_model(
-        settings,
-        project="tests",
-        name=name,
-        model=ModelSettings(
-            base_model="tiny",
-            adaptation="full",
-            batch=BatchPolicy.model_validate({"groups_per_step": 2, **batch}),
-            train=TrainConfig(learning_rate=1e-3),
-            optimizer=OptimizerSettings(max_grad_norm=1.0),
-            max_policy_lag=max_policy_lag,
-        ),
-    )
+    return await create_model(settings, project="tests", name=name, model=learner_settings(max_policy_lag=max_policy_lag, **batch))
 
 
 def environment_of(settings: Settings) -> dict[str, str]:

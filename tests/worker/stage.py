@@ -24,6 +24,7 @@ from aiokafka.errors import KafkaConnectionError
 from aiokafka.structs import TopicPartition
 from pydantic import BaseModel
 from tests.worker.following import Following
+from tests.worker.learners import learner_settings
 
 from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.lane import Lane
@@ -47,7 +48,6 @@ from headrace.schemas.dead_letters import is_dead_letter
 from headrace.schemas.envelope import header_text, open_record, record_models, seal
 from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.state import StepRecord
-from headrace.schemas.training import BatchPolicy, ModelSettings, OptimizerSettings, TrainConfig
 from headrace.schemas.trajectory import TrajectoryGroup
 
 R = TypeVar("R", bound=BaseModel)
@@ -192,14 +192,7 @@ class Stage:
             self.settings,
             project="rules",
             name=name,
-            model=ModelSettings(
-                base_model="tiny",
-                adaptation="full",
-                batch=BatchPolicy.model_validate({"groups_per_step": 2, **batch}),
-                train=TrainConfig(learning_rate=1e-2),
-                optimizer=OptimizerSettings(max_grad_norm=1.0),
-                max_policy_lag=max_policy_lag,
-            ),
+            model=learner_settings(learning_rate=1e-2, max_policy_lag=max_policy_lag, **batch),
         )
 
     @asynccontextmanager

@@ -169,8 +169,8 @@ def _filter(
     *,
     resolved: bool = False,
 ) -> "LetterFilter":
-    from headrace.consumers.replay_span import parse_time  # noqa: PLC0415
     from headrace.core.dead_letters import LetterFilter  # noqa: PLC0415
+    from headrace.core.times import parse_time  # noqa: PLC0415
     from headrace.schemas.base import utc_now  # noqa: PLC0415
 
     return LetterFilter(

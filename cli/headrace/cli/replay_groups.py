@@ -67,7 +67,7 @@ def _say(found: "Unusable") -> None:
 
 
 def _times(since: str | None, until: str | None) -> tuple[datetime | None, datetime | None]:
-    from headrace.consumers.replay_span import parse_time  # noqa: PLC0415 - as above
+    from headrace.core.times import parse_time  # noqa: PLC0415 - as above
     from headrace.schemas.base import utc_now  # noqa: PLC0415 - as above
 
     now = utc_now()

@@ -29,18 +29,19 @@ from headrace.core.errors import HeadraceError
 from headrace.core.payloads import PayloadDigestError, PayloadMissingError, PayloadUnreadableError, redeem
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
+from headrace.schemas.carried import CARRIED
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.codec import JSON_TYPE, SampledGroup, decode_group
 from headrace.schemas.envelope import model_of, open_record
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.reasons import DeadLetterReason, RejectionReason
-from headrace.schemas.trajectory import TrajectoryGroup
+from headrace.schemas.topics import TRAJECTORY_GROUPS
 from headrace.trainer.lengths import BaseLimits
 from headrace.trainer.plan import BaseSource
 from headrace.trainer.tokenize import BaseUnreadableError, GroupRefused, GroupTokenizer
 
-GROUP_TOPIC_MODELS = (TrajectoryGroup, GroupClaim, TrainingJob)
+GROUP_TOPIC_MODELS = CARRIED[TRAJECTORY_GROUPS]
 
 _settings: Settings | None = None
 _record_seconds = 0.0

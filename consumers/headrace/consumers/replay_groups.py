@@ -6,7 +6,7 @@ Gives up: job records, which are no groups; memory bounds beyond one poll (a few
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,20 +18,17 @@ from headrace.consumers.replay_where import Where
 from headrace.core.fetching import Unreadable, records_in, single_reader
 from headrace.core.kafka import client_options, plain_errors
 from headrace.core.lanes import lane_of
-from headrace.core.payloads import PayloadError, redeem
+from headrace.core.logged_groups import GROUP_RECORDS, sampled_group
+from headrace.core.payloads import PayloadError
 from headrace.core.reading import end_offsets
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
 from headrace.core.topic_admin import lane_count
 from headrace.schemas.claim import GroupClaim
-from headrace.schemas.codec import JSON_TYPE, SampledGroup, decode_group
-from headrace.schemas.envelope import header_text, model_of, open_record
+from headrace.schemas.codec import SampledGroup
+from headrace.schemas.envelope import header_text, model_of
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import TrainingJob
-from headrace.schemas.reasons import DeadLetterReason
-from headrace.schemas.trajectory import TrajectoryGroup
-
-_CARRIED = (TrajectoryGroup, GroupClaim, TrainingJob)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,15 +121,14 @@ class GroupReader:
 
     def _judge(self, record: ConsumerRecord) -> RawGroup | Unusable | None:
         """What a record is, if it fits. Blocks."""
-        headers = header_text(record.headers)
         try:
-            model = model_of(headers, _CARRIED)
+            model = model_of(header_text(record.headers), GROUP_RECORDS)
             if model is TrainingJob:
                 return None
             self.groups += 1
             if not self._decode:
                 return RawGroup(record=record, claimed=model is GroupClaim, sampled=None)
-            sampled = self._decoded(record, headers, claimed=model is GroupClaim)
+            sampled = sampled_group(record, self._opened_store)
         except (CodecError, PayloadError) as error:
             return Unusable(offset=record.offset, detail=str(error))
         chosen = self._selection
@@ -141,20 +137,7 @@ class GroupReader:
             return RawGroup(record=record, claimed=model is GroupClaim, sampled=sampled)
         return None
 
-    def _decoded(self, record: ConsumerRecord, headers: Mapping[str, str], *, claimed: bool) -> SampledGroup:
-        """The group, called as its lane calls it."""
-        name = f"{record.partition}-{record.offset}"
-        if claimed:
-            claim = open_record(record.value, headers, _CARRIED)
-            assert isinstance(claim, GroupClaim)  # noqa: S101 - narrows the type; model_of said so
-            if self._store is None:
-                self._store = open_store(self._settings.store.url, self._settings.s3)
-            sampled = decode_group(redeem(self._store, claim), claim.content_type)
-            name = claim.group_id or name
-        elif record.value is None:
-            raise CodecError(DeadLetterReason.NOT_JSON, "", "the record has no value")
-        else:
-            sampled = decode_group(record.value, headers.get("content-type", JSON_TYPE))
-        if sampled.group.group_id is None:
-            sampled.group.group_id = name
-        return sampled
+    def _opened_store(self) -> ObjectStore:
+        if self._store is None:
+            self._store = open_store(self._settings.store.url, self._settings.s3)
+        return self._store

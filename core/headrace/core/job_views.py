@@ -16,8 +16,7 @@ from typing import Literal, cast
 
 from aiokafka import ConsumerRecord
 
-from headrace.core.errors import HeadraceError
-from headrace.core.model_views import open_state
+from headrace.core.model_views import open_kept, open_state
 from headrace.core.reading import latest_by_key
 from headrace.schemas.commands import COMMANDS, CancelJob, Command, PauseJob, ResumeJob
 from headrace.schemas.envelope import header_text, open_record
@@ -122,15 +121,8 @@ def asked(view: JobView, command: JobCommand, place: tuple[int, int]) -> JobView
 
 
 def open_document(record: ConsumerRecord) -> JobDocument:
-    """A record of `jobs`.
-
-    Raises:
-        HeadraceError: says where it is and what is wrong.
-    """
-    try:
-        return cast("JobDocument", open_record(record.value, header_text(record.headers), (JobDocument,)))
-    except CodecError as error:
-        raise HeadraceError(f"{record.topic} partition {record.partition} offset {record.offset} can't be read: {error}") from error
+    """A record of `jobs`. Raises as `open_kept`."""
+    return cast("JobDocument", open_kept(record, (JobDocument,)))
 
 
 def _cancelled(job_id: str, model_id: str, model: ModelState | None) -> JobView:

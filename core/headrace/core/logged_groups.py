@@ -5,7 +5,7 @@ group by, `<partition>-<offset>` where the producer gave none. Gives up: speed, 
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from aiokafka import ConsumerRecord
@@ -14,12 +14,17 @@ from headrace.core.fetching import fetch_offsets
 from headrace.core.kafka import ClientOptions
 from headrace.core.payloads import PayloadError, redeem
 from headrace.core.store import ObjectStore
+from headrace.schemas.carried import CARRIED
 from headrace.schemas.claim import GroupClaim
-from headrace.schemas.codec import JSON_TYPE, decode_group
+from headrace.schemas.codec import JSON_TYPE, SampledGroup, decode_group
 from headrace.schemas.envelope import header_text, model_of, open_record
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import TrainingJob
-from headrace.schemas.trajectory import TrajectoryGroup
+from headrace.schemas.reasons import DeadLetterReason
+from headrace.schemas.topics import TRAJECTORY_GROUPS
+
+GROUP_RECORDS = CARRIED[TRAJECTORY_GROUPS]
+"""What `trajectory-groups` carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,23 +68,49 @@ def logged_group(record: ConsumerRecord, store: ObjectStore) -> LoggedGroup | No
     """The group of a record; None if it is none, or can't be read. Blocks where a claim does not say its group's id."""
     headers = header_text(record.headers)
     try:
-        kind = model_of(headers, (TrajectoryGroup, GroupClaim, TrainingJob))
+        kind = model_of(headers, GROUP_RECORDS)
         if kind is TrainingJob:
             return None
-        if kind is GroupClaim:
-            claimed = open_record(record.value, headers, (GroupClaim,))
-            assert isinstance(claimed, GroupClaim)  # noqa: S101 - narrows the type: nothing else was asked for
-            if claimed.group_id is not None:
-                return _named(record, headers.get("ce_source"), claimed.group_id, claimed.job_id)
-            body, content_type = redeem(store, claimed), claimed.content_type
-        else:
-            body, content_type = record.value or b"", headers.get("content-type", JSON_TYPE)
-        group = decode_group(body, content_type).group
+        claim = claim_of(record) if kind is GroupClaim else None
+        named = claim if claim is not None and claim.group_id else sampled_group(record, lambda: store).group
     except (CodecError, PayloadError):
         return None
-    return _named(record, headers.get("ce_source"), group.group_id, group.job_id)
+    return LoggedGroup(offset=record.offset, group_id=str(named.group_id), job_id=named.job_id, producer=headers.get("ce_source"))
 
 
-def _named(record: ConsumerRecord, producer: str | None, group_id: str | None, job_id: str | None) -> LoggedGroup:
-    name = group_id or f"{record.partition}-{record.offset}"
-    return LoggedGroup(offset=record.offset, group_id=name, job_id=job_id, producer=producer)
+def sampled_group(record: ConsumerRecord, store: Callable[[], ObjectStore]) -> SampledGroup:
+    """A group decoded whole, its payload fetched where it is a claim, and called as its lane calls it. Blocks.
+
+    Args:
+        record: Of `trajectory-groups`, and no job.
+        store: Asked for where the record is a claim.
+
+    Raises:
+        CodecError: it can't be read.
+        PayloadError: its payload is gone, or is not what it should be.
+        StoreUnavailableError: the store did not answer.
+    """
+    headers = header_text(record.headers)
+    name = f"{record.partition}-{record.offset}"
+    if model_of(headers, GROUP_RECORDS) is GroupClaim:
+        claim = claim_of(record)
+        sampled = decode_group(redeem(store(), claim), claim.content_type)
+        name = claim.group_id or name
+    elif record.value is None:
+        raise CodecError(DeadLetterReason.NOT_JSON, "", "the record has no value")
+    else:
+        sampled = decode_group(record.value, headers.get("content-type", JSON_TYPE))
+    if not sampled.group.group_id:
+        sampled.group.group_id = name
+    return sampled
+
+
+def claim_of(record: ConsumerRecord) -> GroupClaim:
+    """A record that is a claim.
+
+    Raises:
+        CodecError: it can't be read.
+    """
+    claim = open_record(record.value, header_text(record.headers), (GroupClaim,))
+    assert isinstance(claim, GroupClaim)  # noqa: S101 - narrows the type: nothing else was asked for
+    return claim

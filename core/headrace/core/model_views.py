@@ -3,11 +3,13 @@
 A command counts as unread if its offset is not below its lane's `commands_through`; the last of them by offset wins.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal, cast
 
 from aiokafka import ConsumerRecord
+from pydantic import BaseModel
 
 from headrace.core.errors import HeadraceError
 from headrace.core.reading import latest_by_key
@@ -74,13 +76,18 @@ def fold(states: list[ConsumerRecord], commands: list[ConsumerRecord]) -> dict[s
 
 
 def open_state(record: ConsumerRecord) -> ModelState | LaneState:
-    """A record of `models`.
+    """A record of `models`. Raises as `open_kept`."""
+    return cast("ModelState | LaneState", open_kept(record, (ModelState, LaneState)))
+
+
+def open_kept(record: ConsumerRecord, kinds: Sequence[type[BaseModel]]) -> BaseModel:
+    """A record of a topic that only our own workers write.
 
     Raises:
         HeadraceError: says where it is and what is wrong.
     """
     try:
-        return cast("ModelState | LaneState", open_record(record.value, header_text(record.headers), (ModelState, LaneState)))
+        return open_record(record.value, header_text(record.headers), kinds)
     except CodecError as error:
         raise HeadraceError(f"{record.topic} partition {record.partition} offset {record.offset} can't be read: {error}") from error
 
