@@ -11,7 +11,6 @@ Blocks: everything here is synchronous, for the command line, fixtures and the d
 
 import base64
 import shutil
-import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,7 @@ from headrace.core.local.folder import ServiceFolder
 from headrace.core.local.kafka_config import JVM_OPTIONS, LOG4J2, server_properties
 from headrace.core.local.launch import Program, Running, corrupt_jars, launch
 from headrace.core.local.ports import HOST
-from headrace.core.local.process import java_environment
+from headrace.core.local.process import run_java
 
 FORMAT_TIMEOUT_S = 60.0
 
@@ -159,16 +158,10 @@ def _format(folder: ServiceFolder, run: list[str], jars: list[Path], properties:
         return known.read_text(encoding="ascii").strip()
     shutil.rmtree(folder.data, ignore_errors=True)
     cluster_id = new_cluster_id()
-    done = subprocess.run(
-        [*run, "kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(properties)],
-        env=java_environment(jars),
-        capture_output=True,
-        text=True,
-        timeout=FORMAT_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        words = "\n".join(f"  {line}" for line in (done.stdout + done.stderr).strip().splitlines()[-15:])
+    command = [*run, "kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(properties)]
+    status, printed = run_java(command, jars=jars, timeout_s=FORMAT_TIMEOUT_S)
+    if status != 0:
+        words = "\n".join(f"  {line}" for line in printed.strip().splitlines()[-15:])
         raise LocalServiceError(f"{KAFKA.label} could not prepare {folder.data}:\n{words}{corrupt_jars(KAFKA)}")
     folder.write("cluster-id", cluster_id)
     return cluster_id

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.core.local.cache import exclusive
-from headrace.core.local.process import java_environment
+from headrace.core.local.process import run_java
 from headrace.core.local.progress import say
 
 log = logging.getLogger(__name__)
@@ -65,15 +65,7 @@ def _make(archive: Path, java: Path, jars: Sequence[Path], options: Sequence[str
     record(f"-XX:DumpLoadedClassList={class_list}")
     dump = ["-Xshare:dump", f"-XX:SharedClassListFile={class_list}", f"-XX:SharedArchiveFile={new}"]
     try:
-        done = subprocess.run(
-            [str(java), *options, *dump],
-            env=java_environment(jars),
-            capture_output=True,
-            text=True,
-            timeout=DUMP_TIMEOUT_S,
-            check=False,
-        )
-        words = (done.stdout + done.stderr).strip()
+        words = run_java([str(java), *options, *dump], jars=jars, timeout_s=DUMP_TIMEOUT_S)[1].strip()
     except subprocess.TimeoutExpired:
         words = f"no end after {DUMP_TIMEOUT_S:.0f} s"
     if not new.exists():

@@ -47,7 +47,11 @@ class JavaProcess:
             )
         # Its line comes once Java is started; an empty answer means it could not be.
         assert self._supervisor.stdout is not None  # noqa: S101  (narrows the type: it was asked for as a pipe)
-        line = self._supervisor.stdout.readline()
+        try:
+            line = self._supervisor.stdout.readline()
+        except BaseException:  # an interrupt: nobody else knows of the process yet
+            self.stop()
+            raise
         if not line:
             self._supervisor.communicate()
             raise LocalServiceError(output.read_text(errors="replace").strip() or f"{java} could not be started")
@@ -79,6 +83,24 @@ class JavaProcess:
             pipe.close()
         self._supervisor.wait()
         answers.close()
+
+
+def run_java(command: Sequence[str], *, jars: Sequence[Path], timeout_s: float) -> tuple[int, str]:
+    """Run a Java program to its end; returns its exit status and what it printed. Whatever ends the call, the program has ended before.
+
+    (`subprocess.run` waits a quarter of a second for it after an interrupt, and no longer.)
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer, and was killed.
+    """
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=java_environment(jars))
+    try:
+        printed, _ = child.communicate(timeout=timeout_s)
+    except BaseException:
+        child.kill()
+        child.wait()
+        raise
+    return child.returncode, printed
 
 
 def java_environment(jars: Sequence[Path]) -> dict[str, str]:
