@@ -80,8 +80,10 @@ class LaneClock:
 
     def _linger(self, run: ModelRun) -> None:
         seconds = run.state.settings.batch.linger_seconds
+        if seconds is None:
+            return
         oldest = min((waiting.admitted_at for waiting in run.waiting.values() if waiting.job_id is None), default=None)
-        run.lingered = seconds is not None and oldest is not None and time.monotonic() - oldest >= seconds
+        run.lingered = oldest is not None and time.monotonic() - oldest >= seconds
         if run.lingered:
             self._book.changed.set()
 

@@ -41,7 +41,7 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
         store: The object store.
         out_dir: The plan's `out_dir`, with `weights/` and perhaps `snapshot/`, `plots/` and `rows/`.
         result: What the rank answered.
-        duplicates: The duplicate window at the cut: part of the snapshot.
+        duplicates: The duplicate window at the cut: part of the snapshot, where there is one.
         report: Of the step; the kept rows lie beside it.
 
     Raises:

@@ -267,7 +267,7 @@ class StepRunner:
 
     async def _stored(self, run: ModelRun, batch: Batch, plan: StepPlan, result: StepResult, timer: _Timer) -> CommittedStep:
         # Both at one moment: the snapshot's window, and which of the ids since the last snapshot it holds.
-        duplicates, window_ids = run.window.to_bytes(), run.window.since
+        duplicates, window_ids = run.window.to_bytes() if plan.snapshot else b"", run.window.since
         reported = (len(run.refused_since), len(run.refused_trajectories_since), run.refused_unlisted)
         lost = [event for group in batch.lost for event in run.member_events(group.waiting, group.members)]
         report = await asyncio.to_thread(  # 0.1 s for thousands of trajectories

@@ -53,9 +53,13 @@ class Trainable:
         if self.zero_stage < 3:
             self._zero._lazy_init_hp_params_optimizer_state()
 
+    def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters by name, whole, where they are; one at a time. Called by all ranks, to the end."""
+        return ((name, self._parameter(parameter)) for name, parameter in self.parameters.items())
+
     def training_tensors(self) -> tuple[Tensors, Tensors]:
         """Parameters by name, and moments by `name/exp_avg`, `name/exp_avg_sq`, `name/step`: whole, on the CPU."""
-        parameters = {name: _cpu(self._parameter(parameter)) for name, parameter in self.parameters.items()}
+        parameters = {name: _cpu(value) for name, value in self.whole_parameters()}
         moments: Tensors = {}
         for name, parameter in self.parameters.items():
             for part, value in self._moments(parameter).items():

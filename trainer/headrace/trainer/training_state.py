@@ -5,7 +5,7 @@ that does not fit the model is refused with the name that does not fit, and weig
 could follow them. Rank 0 reads and writes; the others need no files. Gives up: writing from several ranks at once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def save_state(folder: Path, key: StateKey, trainable: Trainable) -> None:
         DivergedError: a weight is infinite or NaN.
     """
     parameters, moments = trainable.training_tensors()
-    _check(parameters)
+    _check(parameters.items())
     if torch.distributed.get_rank() != 0:
         return
     save_file(parameters, folder / PARAMETERS)
@@ -51,13 +51,14 @@ def check_finite(trainable: Trainable) -> None:
     Raises:
         DivergedError: as `save_state`.
     """
-    _check(trainable.training_tensors()[0])
+    _check(trainable.whole_parameters())
 
 
-def _check(parameters: Tensors) -> None:
-    bad = next((name for name, tensor in parameters.items() if not bool(tensor.isfinite().all())), None)
-    if bad is not None:
-        raise DivergedError(f"the update made {bad} infinite or NaN: lower the learning rate or the weight decay; the step is not taken")
+def _check(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    # All of them, whatever is found: the other ranks take part in gathering each.
+    bad = [name for name, tensor in parameters if not bool(tensor.isfinite().all())]
+    if bad:
+        raise DivergedError(f"the update made {bad[0]} infinite or NaN: lower the learning rate or the weight decay; the step is not taken")
 
 
 def load_state(folder: Path, key: StateKey, trainable: Trainable) -> None:
