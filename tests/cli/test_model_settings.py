@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.model_settings import ModelSettingsError, model_settings
-from headrace.trainer.presets import preset
+from headrace.core.presets import preset
 
 
 def test_a_file_wins_over_a_preset_and_options_win_over_both(tmp_path: Path) -> None:

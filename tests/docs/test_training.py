@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 
 from headrace.cli.main import app
 from headrace.cli.model_settings import model_settings
+from headrace.core.presets import preset
 from headrace.core.settings import Settings, WorkerSettings
 from headrace.producers.examples import decode_example
 from headrace.schemas.state import StepRecord
 from headrace.schemas.training import BatchPolicy, OptimizerSettings, SftConfig, TrainConfig
 from headrace.trainer.metrics import LAG_BUCKETS, TokenStats, batch_metrics, token_metrics
 from headrace.trainer.options import resolve
-from headrace.trainer.presets import preset
 
 ROOT = Path(__file__).parents[2]
 SNIPPETS = ROOT / "docs" / "snippets"
@@ -55,6 +55,8 @@ def range_of(kind: type[BaseModel], name: str) -> str:
 
 
 def _range_of(part: dict[str, Any]) -> str:
+    if part.get("type") == "array":
+        return f"list of {_range_of(part['items'])}"
     if "enum" in part or "const" in part:
         values = part.get("enum", [part.get("const")])
         return ", ".join(f"`{value}`" if isinstance(value, str) else str(value) for value in values)

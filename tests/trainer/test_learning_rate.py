@@ -33,6 +33,11 @@ def test_schedules_are_their_closed_forms_between_warm_up_and_end(schedule: str,
     assert rate(optimizer, 10**9, 1.0) == pytest.approx(0.1, abs=1e-15)
 
 
+def test_of_several_rates_each_update_has_its_own_and_the_last_goes_on():
+    config = SftConfig(learning_rate=(1e-5, 2e-5))
+    assert [sft_rate(config, update, 4) for update in range(4)] == [1e-5, 2e-5, 2e-5, 2e-5]
+
+
 def test_the_trend_multiplies_and_trajectories_by_their_power():
     optimizer = OptimizerSettings(warmup_updates=1)
     got = update_rate(1e-3, optimizer, 0, reward_multiplier=0.25, trajectories=16, power=0.5)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from headrace.core.presets import DAPO, GRPO, GSPO, MethodNotBuiltError, PresetError, preset
 from headrace.trainer.loss import LossTokens, policy_loss
 from headrace.trainer.options import AdvantageOptions, LossOptions, resolve
-from headrace.trainer.presets import DAPO, GRPO, GSPO, MethodNotBuiltError, PresetError, preset
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,8 @@ def create(  # noqa: PLR0917 - typer passes them by name
 ) -> None:
     """Create a model and print its id. A model that lives already with the same settings is left as it is."""
     from headrace.cli.model_settings import model_settings  # noqa: PLC0415  (`headrace --help` does not wait for it)
-    from headrace.core import models  # noqa: PLC0415
+    from headrace.core import models, presets  # noqa: PLC0415
     from headrace.core.settings import Settings  # noqa: PLC0415
-    from headrace.trainer import presets  # noqa: PLC0415
 
     if full and lora_rank is not None:
         raise typer.BadParameter("it is of an adapter, but --full trains all parameters: leave one of them out", param_hint="--lora-rank")

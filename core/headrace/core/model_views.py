@@ -18,6 +18,7 @@ from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.errors import CodecError
 from headrace.schemas.state import LaneState, ModelState
 from headrace.schemas.training import ModelSettings
+from headrace.schemas.weights import WeightsRef
 
 Status = Literal["creating", "active", "stopped", "diverged", "resuming", "deleting", "deleted"]
 
@@ -35,6 +36,8 @@ class ModelView:
     settings: ModelSettings
     worker_group: str
     created_at: datetime
+    start_weights: WeightsRef | None = None
+    """What its version 0 is; None: the base model."""
     shadow_of: str | None = None
     """The model of another worker group whose groups it trains on, and whose lane it is on."""
     state: ModelState | None
@@ -103,6 +106,7 @@ def _view(state: ModelState) -> ModelView:
         settings=state.settings,
         worker_group=state.worker_group,
         created_at=state.created_at,
+        start_weights=state.start_weights,
         shadow_of=state.shadow_of,
         state=state,
     )
@@ -120,6 +124,7 @@ def created_view(command: CreateModel) -> ModelView:
         settings=command.settings,
         worker_group=command.worker_group,
         created_at=command.created_at,
+        start_weights=command.start_weights,
         shadow_of=command.shadow_of,
         state=None,
     )

@@ -23,6 +23,7 @@ from headrace.core.topic_admin import lane_count
 from headrace.schemas.commands import CreateModel, DeleteModel, ResumeModel
 from headrace.schemas.state import StartFrom
 from headrace.schemas.training import ModelSettings
+from headrace.schemas.weights import WeightsRef
 
 _NAMESPACE = uuid.UUID("9d3f2a64-54b0-5c1e-8a52-1f1c0a6f7be3")
 _SOURCE = "headrace/models"
@@ -53,6 +54,7 @@ async def create_model(
     model: ModelSettings,
     account: str | None = None,
     start_from: StartFrom | None = None,
+    start_weights: WeightsRef | None = None,
     shadow_of: str | None = None,
 ) -> ModelView:
     """Ask for a model; one that lives already with the same settings is returned as it is.
@@ -64,16 +66,20 @@ async def create_model(
         model: What is trained and how; fixed from now on.
         account: Owner; None: `settings.account`.
         start_from: A stored state that it begins with; None: the base model.
+        start_weights: Stored weights of a model with the same base model, adaptation and adapter settings (`uri` and `digest` of a
+            published version): its version 0 is these. Not together with `start_from`.
         shadow_of: Id of the model, under `worker.shadow_prefix`, whose groups it trains on; needed there, and only there.
 
     Raises:
         ModelRefusedError: the base model is unknown or can't be trained that way, a name is not usable, or the model lives with
-            other settings; with `start_from`, that it lives at all; the model to shadow can't be shadowed.
+            other settings or start weights; with `start_from`, that it lives at all; the model to shadow can't be shadowed.
         KafkaUnavailableError: no broker; nothing was sent, or it is not known: repeating is harmless.
     """
     account = account or settings.account
     _check_names(account=account, project=project, name=name)
     check_base_model(settings, model)
+    if start_from is not None and start_weights is not None:
+        raise ModelRefusedError("start_from and start_weights exclude each other: both say what the model begins with")
     model_id = model_id_of(account, project, name)
     if shadow_of is not None:
         await _check_shadow(settings, model_id, name, shadow_of)
@@ -91,6 +97,7 @@ async def create_model(
         worker_group=settings.worker.group,
         shadow_of=shadow_of,
         start_from=start_from,
+        start_weights=start_weights,
     )
     known = (await _read(settings, model_id)).get(model_id)
     if known is not None and known.shadow_of != shadow_of:
@@ -102,6 +109,11 @@ async def create_model(
         return replace(created_view(command), command=place)
     if start_from is not None:
         raise ModelRefusedError(f"project {project!r} has a model {name!r} already: take another name, or delete it first")
+    if known.start_weights != start_weights:
+        begun = "the base model" if known.start_weights is None else known.start_weights.uri
+        raise ModelRefusedError(
+            f"model {name!r} of project {project!r} exists, and began with {begun}: take another name, or delete it first"
+        )
     if known.settings != model or known.worker_group != settings.worker.group:
         differing = sorted(k for k, v in model.model_dump().items() if v != known.settings.model_dump().get(k))
         raise ModelRefusedError(

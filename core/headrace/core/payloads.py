@@ -14,6 +14,7 @@ from headrace.core.store.digests import sha256_of_bytes
 from headrace.core.store.errors import InvalidKeyError, ObjectNotFoundError
 from headrace.core.store.interface import ObjectStore
 from headrace.schemas.claim import GroupClaim
+from headrace.schemas.jobs import GroupSet
 
 ZSTD_LEVEL = 1
 """529 MB/s and half the size; higher levels gain little on trajectories."""
@@ -72,8 +73,8 @@ def claim(store: ObjectStore, body: bytes, content_type: str, group_id: str | No
     )
 
 
-def redeem(store: ObjectStore, claimed: GroupClaim) -> bytes:
-    """The encoded group behind a claim, checked.
+def redeem(store: ObjectStore, claimed: GroupClaim | GroupSet) -> bytes:
+    """The encoded group behind a claim, or the lines of a set, checked.
 
     Raises:
         PayloadMissingError: gone, or never there.
@@ -99,7 +100,7 @@ def redeem(store: ObjectStore, claimed: GroupClaim) -> bytes:
     return _decompress(packed, claimed)
 
 
-def _decompress(packed: bytes, claimed: GroupClaim) -> bytes:
+def _decompress(packed: bytes, claimed: GroupClaim | GroupSet) -> bytes:
     """Into a buffer of exactly the claimed size: the decompressor stops where it is full."""
     raw = bytearray(claimed.raw_size)
     try:

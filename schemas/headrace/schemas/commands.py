@@ -7,6 +7,7 @@ from pydantic import Field
 from headrace.schemas.base import Record, utc_now
 from headrace.schemas.state import StartFrom
 from headrace.schemas.training import ModelSettings
+from headrace.schemas.weights import WeightsRef
 
 
 class CreateModel(Record):
@@ -21,7 +22,9 @@ class CreateModel(Record):
     shadow_of: str | None = None
     """Train on the groups of this model, which belongs to another worker group; for workers with `shadow_prefix`."""
     start_from: StartFrom | None = None
-    """Null: the base model."""
+    """Null: the base model, or `start_weights`."""
+    start_weights: WeightsRef | None = None
+    """Warm start: version 0 is this stored adapter, or these full weights, instead of the base model; the optimizer begins anew."""
     created_at: datetime = Field(default_factory=utc_now)
 
 

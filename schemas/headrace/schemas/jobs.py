@@ -8,9 +8,38 @@ from pydantic import Field, model_validator
 
 from headrace.schemas.base import Record, utc_now
 from headrace.schemas.training import SftConfig, TrainConfig
+from headrace.schemas.weights import WeightsRef
 
 
-class TrainingJob(Record):
+class GroupSet(Record):
+    """Groups in the object store that belong to no lane: one JSON `TrajectoryGroup` a line, the whole compressed with zstd."""
+
+    uri: str = Field(min_length=1)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Of the stored (compressed) bytes."""
+    size: int = Field(ge=1)
+    """Bytes stored."""
+    raw_size: int = Field(ge=1)
+    """Bytes after decompression: a bound that is checked while decompressing."""
+    groups: int = Field(ge=1)
+
+
+class JobOptions(Record):
+    """What a job asks for beside its step's config."""
+
+    evaluation: GroupSet | None = None
+    """Scored with the weights of the new version, without training on it."""
+    forward_only: bool = False
+    """Compute the log-probabilities of the groups and train nothing: the new version has the weights of the one before."""
+    rollout_deployments: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=(), max_length=64)
+    """Deployments that are asked to load the new version; none: nobody is asked."""
+    hot_load_deployment: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    """Deployment under whose prefix in the store the new version's manifest is written, too."""
+    node_count: int = Field(default=1, ge=1)
+    """Machines that the step needs: the job waits for a worker that has as many."""
+
+
+class TrainingJob(JobOptions):
     """Asks for one step on the groups that name this job. Stands after its groups in `trajectory-groups`.
 
     The kind and its groups' `purpose` must agree, else the job fails. The learning rate of kind `sft` is that of `sft`, not of `config`.
@@ -28,7 +57,14 @@ class TrainingJob(Record):
     def _one_kind(self) -> Self:
         if self.kind == "rl" and self.sft is not None:
             raise ValueError("sft is given, but kind is 'rl': say kind='sft', or leave sft out")
+        if self.kind == "sft" and self.forward_only:
+            raise ValueError("forward_only is of kind 'rl': a supervised job trains")
         return self
+
+    @property
+    def options(self) -> JobOptions:
+        """Without the rest of the record."""
+        return JobOptions(**{name: getattr(self, name) for name in JobOptions.model_fields})
 
 
 class JobState(StrEnum):
@@ -65,12 +101,21 @@ class JobDocument(Record):
     kind: Literal["rl", "sft"] = "rl"
     config: TrainConfig | None = None
     sft: SftConfig | None = None
+    options: JobOptions = JobOptions()
     num_groups: int = 0
     groups_rejected: int = 0
     num_sequences: int | None = None
     step: int | None = None
     """The step this job committed; null until then."""
     metrics: dict[str, float] = Field(default_factory=dict)
+    evaluation: dict[str, float] = Field(default_factory=dict)
+    """What the evaluation set scored with the new version: the `eval/…` metrics of its step, without that prefix."""
+    logprobs: WeightsRef | None = None
+    """Folder with `logprobs.safetensors`, which a `forward_only` job wrote."""
+    hot_load_identity: str | None = None
+    """The manifest is `deployments/<hot_load_deployment>/<this>/manifest.json` in the store; null without a deployment or a version."""
+    waiting_for: str | None = None
+    """Why the job is not begun although all of it is there; null once it is."""
     error_message: str | None = None
     accelerator_seconds: dict[str, float] = Field(default_factory=dict)
     moves: int = 0

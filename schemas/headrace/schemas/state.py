@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from headrace.schemas.base import Record, utc_now
-from headrace.schemas.jobs import JobDocument
+from headrace.schemas.jobs import JobDocument, JobOptions
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.training import ModelSettings, SftConfig, TrainConfig
 from headrace.schemas.weights import WeightsRef
@@ -127,6 +127,8 @@ class ModelState(Record):
     """Why the model had diverged, from its resumption until the step that says so in the ledger is committed."""
     start_from: StartFrom | None = None
     """What version 1 is copied from; null once it is, or for a model that begins with the base model."""
+    start_weights: WeightsRef | None = None
+    """What version 0 is; null: the base model."""
     refusals_before: dict[RejectionReason, int] = Field(default_factory=dict)
     """`refusals` as they stood at the last step: the difference is what was refused since."""
     trajectory_refusals_before: dict[RejectionReason, int] = Field(default_factory=dict)
@@ -152,6 +154,8 @@ class LaneState(Record):
     """Partition count when the lane was first claimed; a change is refused (rule 6)."""
     groups_topic: str | None = None
     """The topic that all offsets here and in the lane's models are of: a shadow's is under another prefix. A change is refused."""
+    nodes: int = 1
+    """Machines that the owner's world has."""
     clean: bool = True
     """The last owner gave the lane up in order: no batch is suspected of having ended it."""
     updated_at: datetime = Field(default_factory=utc_now)
@@ -216,6 +220,12 @@ class StepRecord(Record):
     """What made the cut: `groups_per_step`, `max_tokens_per_step`, `linger` or `job`; `rebased` and `forked` train nothing."""
     sft: SftConfig | None = None
     """Of a supervised step."""
+    options: JobOptions = JobOptions()
+    """Of the step's job."""
+    logprobs: WeightsRef | None = None
+    """Of a step that computed log-probabilities instead of training."""
+    hot_load_identity: str | None = None
+    """As in the job's document."""
     rebased: Rebased | None = None
     forked: StartFrom | None = None
     """Of a `forked` record: what it begins with."""

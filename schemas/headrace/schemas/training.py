@@ -16,7 +16,7 @@ LossAggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_me
 RateSchedule = Literal["constant", "linear", "cosine"]
 
 # Each names the reference of the KL term, so a config holds at most one of them.
-KL_REFERENCES = ("kl_penalty_reference_step", "kl_penalty_step_lag", "kl_ref_adapter_path")
+KL_REFERENCES = ("kl_penalty_reference_step", "kl_penalty_step_lag", "kl_ref_adapter_path", "kl_ref_logprobs")
 
 
 # A ratio is at most e^20 = 4.9e8 (`headrace.trainer.loss`): no bound above this does anything, and float32 holds it.
@@ -64,6 +64,11 @@ class TrainConfig(Open):
         default=None,
         description="URI in the object store (file:///… or s3://…) of an adapter that is the reference; never a path of a client",
     )
+    kl_ref_logprobs: str | None = Field(
+        default=None,
+        description="URI in the object store of the log-probabilities that a forward-only job wrote (`logprobs` of its document): "
+        "they are the reference",
+    )
     advantage_balance: float | None = Field(default=None, ge=-1, le=1)
     scale_rewards: bool | None = Field(default=None, description="divide centred rewards by (group std + 1e-6); true")
     normalize_advantages: bool | None = Field(default=None, description="false: centre only, as scale_rewards=false")
@@ -95,7 +100,7 @@ class TrainConfig(Open):
         default=None, ge=0, le=_LARGEST_COEFFICIENT, description="coefficient of the k3 estimate of KL to the reference, in the loss; 0"
     )
 
-    @field_validator("kl_ref_adapter_path")
+    @field_validator("kl_ref_adapter_path", "kl_ref_logprobs")
     @classmethod
     def _in_the_store(cls, value: str | None) -> str | None:
         if value is None:
@@ -104,7 +109,7 @@ class TrainConfig(Open):
             uri = urlsplit(value)
         except ValueError as error:
             raise ValueError(f"{value!r} is no URI: {error}") from error
-        where = "the trainer does not see a client's files: put the adapter into the object store and give its URI (file:///… or s3://…)"
+        where = "the trainer does not see a client's files: put it into the object store and give its URI (file:///… or s3://…)"
         if uri.scheme not in {"file", "s3"}:
             raise ValueError(f"{value!r} is not an object-store URI; {where}")
         if ".." in uri.path.split("/") or not uri.path.strip("/") or (uri.scheme == "s3") != bool(uri.netloc):
@@ -249,7 +254,10 @@ class SftConfig(Record):
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Examples (trajectories) of one update; `auto`: 2."""
     epochs: int = Field(default=1, ge=1, le=100)
-    learning_rate: float = Field(default=5e-5, gt=0, le=10)
+    learning_rate: (
+        Annotated[float, Field(gt=0, le=10)] | Annotated[tuple[Annotated[float, Field(gt=0, le=10)], ...], Field(min_length=1)]
+    ) = 5e-5
+    """One rate, or one for each update (batch) in order: the last goes on where there are more updates than rates."""
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     warmup_updates: int = Field(default=0, ge=0)

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from headrace.schemas.base import Record, utc_now
 
-FolderKind = Literal["weights", "snapshot", "plots", "report"]
+FolderKind = Literal["weights", "snapshot", "plots", "report", "logprobs"]
 
 
 class StoredFile(Record):

@@ -52,14 +52,15 @@ def sft_rate(config: SftConfig, update: int, updates: int) -> float:
     A warm-up as long as the job or longer fills it, and nothing decays.
 
     Args:
-        config: Rate, warm-up and schedule.
+        config: Rate (of several, that of this update, or the last), warm-up and schedule.
         update: From 0, in this job.
         updates: Of the whole job.
 
     Raises:
         ValueError: `update` is below 0.
     """
-    return config.learning_rate * _factor(config.schedule, update, config.warmup_updates, updates, config.min_rate_ratio)
+    rates = config.learning_rate if isinstance(config.learning_rate, tuple) else (config.learning_rate,)
+    return rates[min(update, len(rates) - 1)] * _factor(config.schedule, update, config.warmup_updates, updates, config.min_rate_ratio)
 
 
 def _factor(schedule: RateSchedule, update: int, warmup: int, end: int | None, least: float) -> float:
