@@ -65,6 +65,8 @@ class WeightsApplied(Record):
     digest: str
     base_url: str | None = None
     deployment: str | None = None
+    served_as: str | None = None
+    """The name under which the engine takes requests for this version; null: `<model id>@<version>`."""
     reported: str | None = None
     """What the engine itself says it serves: a version or a checksum."""
     seconds: float = Field(ge=0)
