@@ -117,6 +117,32 @@ async def follow(options: ClientOptions, topic: str, partition: int) -> AsyncGen
                     yield records
 
 
+async def follow_all(options: ClientOptions, topics: Iterable[str], caught_up: asyncio.Event) -> AsyncGenerator[list[ConsumerRecord]]:
+    """As `follow`, of all partitions of several topics through one consumer; a batch is of one partition. Close it (`aclosing`).
+
+    Args:
+        options: From `client_options`.
+        topics: Full names. Between two partitions there is no order.
+        caught_up: Set once all that was written when this began has been handed out.
+
+    Raises:
+        KafkaUnavailableError: no broker, or a topic does not exist.
+    """
+    with plain_errors(options):
+        behind = {TopicPartition(topic, p): end for topic in topics for p, end in (await end_offsets(options, topic)).items()}
+        async with _consumer(options, isolation_level="read_committed") as consumer:
+            beginnings = await consumer.beginning_offsets(list(behind))
+            consumer.assign(list(beginnings))
+            for where, first in beginnings.items():
+                consumer.seek(where, first)
+            while True:
+                behind = {where: end for where, end in behind.items() if await consumer.position(where) < end}
+                if not behind:
+                    caught_up.set()
+                for records in (await consumer.getmany(timeout_ms=POLL_MS if behind else FOLLOW_POLL_MS)).values():
+                    yield records
+
+
 async def end_offsets(options: ClientOptions, topic: str, partitions: Iterable[int] | None = None) -> dict[int, int]:
     """The offset after the last record written to each partition, committed or not.
 

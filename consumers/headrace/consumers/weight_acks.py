@@ -1,0 +1,113 @@
+"""What engines say of the versions they were given, on the compacted topic `weight-acks`.
+
+Guarantees: one key for each engine and model, so that the topic holds what is served now; event ids are derived, so that whoever counts
+can drop the repeat after a kill (exactly-once rule 12). Gives up: an ack that Kafka does not take is logged, not kept.
+"""
+
+import logging
+
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import KafkaError
+
+from headrace.core.kafka import ClientOptions, plain_errors
+from headrace.schemas.envelope import seal
+from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
+
+logger = logging.getLogger(__name__)
+
+
+class AckTopic:
+    """The topic, open for writing between `start` and `stop`; several `EngineAcks` may share it.
+
+    Args:
+        options: Client options.
+        topic: Full name of `weight-acks`.
+    """
+
+    def __init__(self, options: ClientOptions, topic: str) -> None:
+        self._options = options
+        self._topic = topic
+        self._producer: AIOKafkaProducer | None = None
+
+    async def start(self) -> None:
+        """Connect.
+
+        Raises:
+            KafkaUnavailableError: Kafka can't be reached.
+        """
+        with plain_errors(self._options):
+            self._producer = AIOKafkaProducer(**self._options, enable_idempotence=True)
+            try:
+                await self._producer.start()
+            except BaseException:
+                await self._producer.stop()
+                raise
+
+    async def stop(self) -> None:
+        """Send what is under way, and disconnect."""
+        if self._producer is not None:
+            await self._producer.stop()
+            self._producer = None
+
+    async def send(self, key: str, record: WeightsApplied | WeightsFailed | None, event_id: str) -> None:
+        """Write a record, or with None a tombstone; a failure is logged."""
+        assert self._producer is not None  # noqa: S101 - those who ack live between start and stop
+        value, headers = (None, []) if record is None else seal(record, source=key, event_id=event_id)
+        try:
+            await self._producer.send_and_wait(self._topic, value, key=key.encode(), headers=headers)
+        except KafkaError as error:
+            logger.error("the ack %s was not taken: %s", event_id, error)  # noqa: TRY400 - said by its text
+
+
+class EngineAcks:
+    """The acks of one engine, for one model.
+
+    Args:
+        topic: Where they go.
+        engine_id: Name of the engine, and key; one that serves several models has one for each: `<engine>:<model id>`.
+        base_url: Where it answers.
+        deployment: That it belongs to.
+    """
+
+    def __init__(self, topic: AckTopic, *, engine_id: str, base_url: str | None, deployment: str | None) -> None:
+        self._topic = topic
+        self.engine_id = engine_id
+        self._base_url = base_url
+        self._deployment = deployment
+
+    async def applied(self, version: WeightsPublished, *, reported: str, seconds: float, served_as: str | None = None) -> None:
+        """The engine serves it."""
+        record = WeightsApplied(
+            engine_id=self.engine_id,
+            model_id=version.model_id,
+            incarnation=version.incarnation,
+            policy_version=version.policy_version,
+            digest=version.digest,
+            base_url=self._base_url,
+            deployment=self._deployment,
+            served_as=served_as,
+            reported=reported,
+            seconds=seconds,
+        )
+        await self._topic.send(self.engine_id, record, self._event_id(record, "applied"))
+
+    async def failed(self, version: WeightsPublished, error: Exception) -> None:
+        """It could not take it, and goes on with what it has."""
+        record = WeightsFailed(
+            engine_id=self.engine_id,
+            model_id=version.model_id,
+            incarnation=version.incarnation,
+            policy_version=version.policy_version,
+            digest=version.digest,
+            error=f"{type(error).__name__}: {error}"[:2000],
+            base_url=self._base_url,
+            deployment=self._deployment,
+        )
+        await self._topic.send(self.engine_id, record, self._event_id(record, "failed"))
+
+    async def retract(self) -> None:
+        """It serves the model no longer."""
+        await self._topic.send(self.engine_id, None, f"{self.engine_id}-retracted")
+
+    def _event_id(self, record: WeightsApplied | WeightsFailed, kind: str) -> str:
+        return f"{record.incarnation}-{record.policy_version}-{kind}-{self.engine_id}"

@@ -1,0 +1,81 @@
+"""Which version should be served, from records of `weights`: the latest of one model, or of what names one deployment.
+
+Guarantees: within an incarnation the target never goes back; a new incarnation starts anew; a tombstone clears the target. A record that
+can't be read is logged with its place and skipped. Gives up: order between models, which no log gives; their `published_at` decides.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from aiokafka import ConsumerRecord
+
+from headrace.schemas.envelope import header_text, open_record
+from headrace.schemas.errors import CodecError
+from headrace.schemas.weights import WeightsPublished
+
+logger = logging.getLogger(__name__)
+
+
+class WeightTarget:
+    """What the records so far come to.
+
+    Args:
+        model_id: Only this model; None: any.
+        deployment: Only what names this deployment; None: all.
+    """
+
+    def __init__(self, *, model_id: str | None = None, deployment: str | None = None) -> None:
+        self._model_id = model_id
+        self._deployment = deployment
+        self._latest: WeightsPublished | None = None
+        self.target: WeightsPublished | None = None
+        """What should be served; None: nothing was published, or the model was deleted."""
+        self.deleted = False
+        """The model's last record is a tombstone."""
+        self.changed = asyncio.Event()
+        """Set at every change of `target` or `deleted`; whoever acts on it clears it."""
+
+    def observe(self, batch: Sequence[ConsumerRecord]) -> None:
+        """Take a batch in; the target changes once, to the last version in it."""
+        before = (self.target, self.deleted)
+        for record in batch:
+            if record.value is None:
+                self._forget(record)
+                continue
+            try:
+                published = open_record(record.value, header_text(record.headers), (WeightsPublished,))
+            except CodecError as error:
+                where = f"{record.topic} partition {record.partition} offset {record.offset}"
+                logger.warning("skipped %s: %s: %s", where, error.reason, error)
+                continue
+            if isinstance(published, WeightsPublished) and self._concerns(published) and self._is_newer(published):
+                self._latest = self.target = published
+                self.deleted = False
+        if (self.target, self.deleted) != before:
+            self.changed.set()
+
+    def _concerns(self, published: WeightsPublished) -> bool:
+        if self._model_id is not None and published.model_id != self._model_id:
+            return False
+        return self._deployment is None or self._deployment in published.rollout_deployments
+
+    def _is_newer(self, published: WeightsPublished) -> bool:
+        latest = self._latest
+        if latest is None:
+            return True
+        if published.model_id != latest.model_id:
+            return published.published_at > latest.published_at
+        if published.incarnation != latest.incarnation:
+            return True  # one model's records stand in one partition: what comes later is the later incarnation
+        if published.policy_version == latest.policy_version and published.digest != latest.digest:
+            logger.error("version %d of %s was published twice with different content", published.policy_version, published.model_id)
+        return published.policy_version > latest.policy_version
+
+    def _forget(self, record: ConsumerRecord) -> None:
+        followed = self._model_id
+        if followed is None and self._latest is not None:
+            followed = self._latest.model_id
+        if followed is not None and record.key == followed.encode():
+            self.target = None
+            self.deleted = True
