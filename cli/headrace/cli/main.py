@@ -10,11 +10,12 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.cli import config, dlq, jobs, models, replay, topics
+from headrace.cli import config, dlq, jobs, models, replay, tokens, topics
 from headrace.cli.compare import compare
 from headrace.cli.demo import demo
 from headrace.cli.docs import docs
 from headrace.cli.doctor import doctor
+from headrace.cli.gateway import gateway
 from headrace.cli.inspect_step import inspect
 from headrace.cli.lineage import lineage
 from headrace.cli.produce import produce
@@ -44,6 +45,8 @@ app.add_typer(replay.app, name="replay")
 app.add_typer(config.app, name="config")
 app.command()(produce)
 app.command()(worker)
+app.command()(gateway)
+app.add_typer(tokens.app, name="tokens")
 app.command()(demo)
 
 

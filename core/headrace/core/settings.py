@@ -142,6 +142,42 @@ class WorkerSettings(_Section):
         return self
 
 
+class GatewaySettings(_Section):
+    """The HTTP front door."""
+
+    host: str = "127.0.0.1"
+    """Where it listens; anything but loopback needs tokens."""
+    port: int = Field(default=8100, ge=0, le=65535)
+    """0: any free one."""
+    instance: str | None = Field(default=None, pattern=r"^[a-zA-Z0-9._-]+$")
+    """A stable name of this gateway, unique among those of one Kafka; null: host name and port."""
+    tokens_file: Path | None = None
+    """Tokens as salted digests (`headrace tokens create`); read again when it changes."""
+    tokens: tuple[str, ...] = ()
+    """The lines of such a file, for who configures by environment."""
+    secrets_key: SecretStr | None = None
+    """Encrypts keys that requests hold; null: such requests are refused. Any text of 32 characters or more."""
+    slots: int = Field(default=2, ge=1, le=16)
+    """Transactions at a time."""
+    max_body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
+    """Of a request; files of datasets are streamed and have a limit of their own."""
+    max_upload_bytes: int = Field(default=8 * 1024 * 1024 * 1024, ge=1024)
+    """Of one file of a dataset."""
+    max_groups: int = Field(default=5_000, ge=1)
+    """Groups of one job."""
+    requests_per_minute: int = Field(default=6_000, ge=1)
+    """Of one token; beyond it 429."""
+    request_timeout_seconds: float = Field(default=60, gt=0)
+    """For a request to come in whole."""
+    kafka_timeout_seconds: float = Field(default=10, gt=0)
+    """For Kafka to answer; then 503."""
+    inference_timeout_seconds: float = Field(default=1200, gt=0)
+    inference_wait_seconds: float = Field(default=2, ge=0)
+    """A version that is published and not served yet is waited for so long."""
+    training_data: dict[str, str] = Field(default_factory=dict)
+    """`wandb-artifact:///entity/project/name:version` to the URI in the object store where it lies."""
+
+
 class BaseModelEntry(_Section):
     """A base model of the catalogue: a folder, a GGUF file, or a store URI; and what of it may be trained."""
 
@@ -162,6 +198,7 @@ class Settings(BaseSettings):
     s3: S3Settings = S3Settings()
     producer: ProducerSettings = ProducerSettings()
     worker: WorkerSettings = WorkerSettings()
+    gateway: GatewaySettings = GatewaySettings()
     base_models: dict[str, BaseModelEntry] = Field(default_factory=dict)
     account: str = "default"
     """Owner of the models that the command line creates."""

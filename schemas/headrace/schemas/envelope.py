@@ -17,6 +17,7 @@ from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel, Pause
 from headrace.schemas.dead_letters import DeadLetterResolved
 from headrace.schemas.errors import CodecError
 from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, StepCompleted, TrajectoryRejected
+from headrace.schemas.gateway import GatewayJob
 from headrace.schemas.jobs import JobDocument, TrainingJob
 from headrace.schemas.parsing import check_finite, load_json, validate, write_json
 from headrace.schemas.reasons import DeadLetterReason as Reason
@@ -52,6 +53,7 @@ _NAMES: dict[type[BaseModel], str] = {
     WeightsFailed: "weights-failed",
     JobDocument: "job-document",
     DeadLetterResolved: "dead-letter-resolved",
+    GatewayJob: "gateway-job",
 }
 _MODELS = {name: model for model, name in _NAMES.items()}
 

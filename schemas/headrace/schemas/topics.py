@@ -18,6 +18,7 @@ WEIGHTS = "weights"
 WEIGHT_ACKS = "weight-acks"
 JOBS = "jobs"
 DEAD_LETTERS = "dead-letters"
+GATEWAY = "gateway"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,13 @@ TOPICS: tuple[TopicSpec, ...] = (
     ),
     TopicSpec(name=JOBS, key="job id", carries="current job documents", lane=False, config={"cleanup.policy": "compact"}),
     TopicSpec(
+        name=GATEWAY,
+        key="<kind>/<id>",
+        carries="what only gateways know: who asked for a job, datasets, deployments",
+        lane=False,
+        config={"cleanup.policy": "compact"},
+    ),
+    TopicSpec(
         name=DEAD_LETTERS,
         key="as the original",
         carries="records that could not be read, bytes untouched; and what became of them",
@@ -149,6 +157,11 @@ class Topics:
     def jobs(self) -> str:
         """Job documents."""
         return self.full(JOBS)
+
+    @property
+    def gateway(self) -> str:
+        """What only gateways know."""
+        return self.full(GATEWAY)
 
     @property
     def dead_letters(self) -> str:

@@ -1,0 +1,83 @@
+"""Who calls, and how often they may.
+
+Guarantees: without configured tokens everybody on this machine is the account of the settings (`serve` refuses to listen elsewhere then);
+with tokens, a request without one, or with a wrong one, is 401, and one token too fast is 429. Objects of other accounts, and of projects
+that a token does not cover, are 404: `Caller.sees` says it. Gives up: limits across several gateways; each counts for itself.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from headrace.gateway.gate import Gate, gate_of
+from headrace.gateway.problems import ProblemError
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose request it is."""
+
+    account: str
+    owner: str
+    projects: tuple[str, ...] = ()
+    """Empty: all."""
+
+    def sees(self, account: str, project: str | None = None) -> bool:
+        """Whether an object is there for this caller."""
+        return account == self.account and (project is None or not self.projects or project in self.projects)
+
+
+class Pace:
+    """A bucket of requests for each token, filled evenly over the minute."""
+
+    def __init__(self, per_minute: int) -> None:
+        self._per_second = per_minute / 60
+        self._size = float(max(per_minute, 1))
+        self._buckets: dict[str, tuple[float, float]] = {}
+
+    def wait_for(self, token_id: str) -> float:
+        """Take one; 0, or the seconds until there is one."""
+        now = time.monotonic()
+        left, since = self._buckets.get(token_id, (self._size, now))
+        left = min(self._size, left + (now - since) * self._per_second)
+        if left < 1:
+            self._buckets[token_id] = (left, now)
+            return (1 - left) / self._per_second
+        self._buckets[token_id] = (left - 1, now)
+        return 0.0
+
+
+async def identify(request: Request) -> Caller:
+    """The caller of a request.
+
+    Raises:
+        ProblemError: 401, 429.
+    """
+    gate: Gate = gate_of(request)
+    if not gate.tokens.configured:
+        return Caller(gate.settings.account, "local")
+    token = _token(request)
+    if token is None:
+        raise ProblemError(
+            401, "no key: send `Authorization: Bearer <token>` or `X-Api-Key: <token>`", headers={"WWW-Authenticate": "Bearer"}
+        )
+    stored = gate.tokens.find(token)
+    if stored is None:
+        raise ProblemError(401, "the key is not one of this gateway's, or was revoked", headers={"WWW-Authenticate": "Bearer"})
+    seconds = gate.pace.wait_for(stored.id)
+    if seconds > 0:
+        message = f"more than {gate.settings.gateway.requests_per_minute} requests a minute with this key (gateway.requests_per_minute)"
+        raise ProblemError(429, message, headers={"Retry-After": str(max(1, round(seconds)))})
+    return Caller(stored.account, stored.owner, stored.projects)
+
+
+def _token(request: Request) -> str | None:
+    scheme, _, value = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and value.strip():
+        return value.strip()
+    return request.headers.get("x-api-key") or None
+
+
+KnownCaller = Annotated[Caller, Depends(identify)]

@@ -1,0 +1,55 @@
+"""What every handler needs: settings, the view of the log, the writer, the store, the tokens. One for each app."""
+
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Annotated, cast
+
+import httpx
+from fastapi import Depends, Request
+
+from headrace.core.settings import Settings
+from headrace.core.store import ObjectStore, open_store
+from headrace.gateway.log_view import LogView
+from headrace.gateway.log_writer import LogWriter
+from headrace.gateway.tokens import Tokens
+
+if TYPE_CHECKING:
+    from headrace.gateway.access import Pace
+
+
+class Gate:
+    """Open it as a context; handlers get it by `OpenGate`.
+
+    Args:
+        settings: Of this process.
+        pace: Counts requests.
+    """
+
+    def __init__(self, settings: Settings, pace: "Pace") -> None:
+        self.settings = settings
+        self.pace = pace
+        self.tokens = Tokens(settings.gateway)
+        self.view = LogView(settings)
+        self.writer = LogWriter(settings, self.view)
+        self.store: ObjectStore = open_store(settings.store.url, settings.s3)
+        self.http = httpx.AsyncClient(timeout=httpx.Timeout(settings.gateway.inference_timeout_seconds, connect=5.0), trust_env=False)
+        """To the engines."""
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> "Gate":
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.http)
+            await stack.enter_async_context(self.view)
+            await stack.enter_async_context(self.writer)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+
+def gate_of(request: Request) -> Gate:
+    """The gate of the app that a request came to."""
+    return cast("Gate", request.app.state.gate)
+
+
+OpenGate = Annotated[Gate, Depends(gate_of)]

@@ -1,0 +1,139 @@
+"""What goes wrong, as each API tells it.
+
+Handlers raise `ProblemError`; the shape of its answer follows from the path: `{"detail": …}` for the training-jobs API, `{"code", "message",
+"details"}` with gRPC's codes for the RLOR API, `{"error": {…}}` for inference. Guarantees: a validation error names the place of each fault
+and never echoes a value, which could be a secret; Kafka or the store being away is a 503 with `Retry-After`. Gives up: nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from headrace.core.errors import HeadraceError
+from headrace.core.kafka import KafkaUnavailableError
+from headrace.core.reading import ReadStalledError
+from headrace.core.store import StoreUnavailableError
+
+RETRY_AFTER_SECONDS = 2
+_RLOR = ("/v1/accounts", "/training/", "/hot_load/")
+_INFERENCE = ("/v1/chat", "/v1/completions", "/inference/")
+# google.rpc.Code by HTTP status.
+_CODES = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 412: 9, 413: 11, 422: 3, 425: 9, 429: 8, 499: 1, 500: 13, 501: 12, 503: 14, 504: 4}
+_OPENAI_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class ProblemError(Exception):
+    """A request that gets no answer but this.
+
+    Args:
+        status: HTTP status.
+        message: What is wrong, where, and what to do.
+        headers: Of the answer.
+        details: Of the RLOR API's answer: typed objects.
+        code: gRPC code, where it does not follow from the status.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        headers: dict[str, str] | None = None,
+        details: Sequence[dict[str, Any]] = (),
+        code: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.headers = dict(headers or {})
+        if status in {409, 501}:
+            self.headers.setdefault("x-should-retry", "false")  # clients would repeat it in vain
+        if status == 503:
+            self.headers.setdefault("Retry-After", str(RETRY_AFTER_SECONDS))
+        self.details = list(details)
+        self.code = _CODES.get(status, 2) if code is None else code
+
+
+class FaultError(HeadraceError):
+    """One field of a body that can't be taken. `loc` begins with `body`, as FastAPI's own.
+
+    Args:
+        loc: Where, part by part.
+        msg: What is wrong.
+        type: Kind of fault, as pydantic names it.
+    """
+
+    def __init__(self, loc: Sequence[str | int], msg: str, type: str = "value_error") -> None:  # noqa: A002 - the wire's name
+        super().__init__(f"{'.'.join(map(str, loc))}: {msg}")
+        self.loc = tuple(loc)
+        self.msg = msg
+        self.type = type
+
+
+class UnprocessableError(Exception):
+    """A body with faults: 422 in the training-jobs API, 400 elsewhere."""
+
+    def __init__(self, faults: Sequence[FaultError]) -> None:
+        super().__init__("; ".join(map(str, faults)))
+        self.faults = list(faults)
+
+
+def install(app: FastAPI) -> None:
+    """Make the app answer problems in its APIs' shapes."""
+
+    async def problem(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ProblemError)  # noqa: S101 - narrows the type: registered for it
+        return answer(request.url.path, error)
+
+    async def unprocessable(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, UnprocessableError)  # noqa: S101 - narrows the type
+        return _faults(request.url.path, error.faults)
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)  # noqa: S101 - narrows the type
+        return _faults(request.url.path, [FaultError(item["loc"], item["msg"], item["type"]) for item in error.errors()])
+
+    async def plain(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)  # noqa: S101 - narrows the type
+        return answer(request.url.path, ProblemError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+
+    async def away(request: Request, error: Exception) -> JSONResponse:
+        return answer(request.url.path, ProblemError(503, str(error)))
+
+    app.add_exception_handler(ProblemError, problem)
+    app.add_exception_handler(UnprocessableError, unprocessable)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, plain)
+    for kind in (KafkaUnavailableError, ReadStalledError, StoreUnavailableError):
+        app.add_exception_handler(kind, away)
+
+
+def answer(path: str, problem: ProblemError) -> JSONResponse:
+    """A problem in the shape of the API that `path` belongs to."""
+    body: dict[str, Any]
+    if path.startswith(_RLOR):
+        body = {"code": problem.code, "message": problem.message, "details": problem.details}
+    elif path.startswith(_INFERENCE):
+        kind = _OPENAI_TYPES.get(problem.status, "server_error" if problem.status >= 500 else "invalid_request_error")
+        body = {"error": {"message": problem.message, "type": kind, "param": None, "code": problem.status}}
+    else:
+        body = {"detail": problem.message}
+    return JSONResponse(body, status_code=problem.status, headers=problem.headers)
+
+
+def _faults(path: str, faults: Sequence[FaultError]) -> JSONResponse:
+    if path.startswith((*_RLOR, *_INFERENCE)):
+        said = "; ".join(f"{'.'.join(str(part) for part in fault.loc if part != 'body') or 'body'}: {fault.msg}" for fault in faults)
+        return answer(path, ProblemError(400, said))
+    items = [{"loc": list(fault.loc), "msg": fault.msg, "type": fault.type} for fault in faults]
+    return JSONResponse({"detail": items}, status_code=422)

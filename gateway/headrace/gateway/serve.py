@@ -1,0 +1,80 @@
+"""Running the gateway: uvicorn in this process, until SIGTERM or Ctrl-C.
+
+Guarantees: without tokens it listens on loopback only and says so; requests that run when it is asked to end are answered first, for
+`_GRACE_SECONDS` at most. Gives up: TLS; put a proxy in front where it leaves the machine.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from headrace.core.errors import HeadraceError
+from headrace.core.settings import Settings
+from headrace.gateway.app import create_app
+from headrace.gateway.gate import Gate
+from headrace.gateway.tokens import Tokens
+
+_GRACE_SECONDS = 20
+
+
+class ListenError(HeadraceError):
+    """It can't listen there; says why."""
+
+
+def check_listening(settings: Settings) -> None:
+    """Refuse to be open to everybody.
+
+    Raises:
+        ListenError: no tokens, and an address that others reach.
+    """
+    host = settings.gateway.host
+    if not Tokens(settings.gateway).configured and not _is_loopback(host):
+        raise ListenError(
+            f"gateway.host={host} is reached by others and no token is configured: make one (`headrace tokens create --account …`) and "
+            "name its file by gateway.tokens_file, or listen on 127.0.0.1"
+        )
+
+
+def bind(settings: Settings) -> socket.socket:
+    """The socket that it will listen on.
+
+    Raises:
+        ListenError: taken, or no such address.
+    """
+    host, port = settings.gateway.host, settings.gateway.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ListenError(f"can't listen on {host}:{port}: {error.strerror}; set gateway.host and gateway.port") from error
+    return listener
+
+
+async def serve(settings: Settings, listener: socket.socket, *, ready: Callable[[], None] = lambda: None) -> None:
+    """Serve until a signal ends it; `ready` is called when requests are answered.
+
+    Raises:
+        HeadraceError: Kafka can't be reached at start, or its topics are missing.
+    """
+    app = create_app(settings)
+    gate: Gate = app.state.gate
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_SECONDS, server_header=False
+    )
+    async with gate:
+        ready()
+        await uvicorn.Server(config).serve(sockets=[listener])
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

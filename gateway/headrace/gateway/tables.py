@@ -1,0 +1,249 @@
+"""What the gateway knows: tables over the topics, kept by applying committed records in order. Pure; `log_view` reads the log.
+
+Guarantees: the same records give the same tables in every gateway; a view of a model or a job folds the commands over it that no owner has
+read yet (exactly-once rule 16), at the cost of that one model or job; a record that can't be read is counted and left out, since a gateway
+that does not start serves nobody. Gives up: bounds on the number of steps that are kept of a model (about 1 kB each).
+"""
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from aiokafka import ConsumerRecord
+from pydantic import BaseModel
+
+from headrace.core.errors import HeadraceError
+from headrace.core.job_views import JobView, fold_jobs
+from headrace.core.model_views import ModelView, fold, open_kept, open_state
+from headrace.schemas.commands import COMMANDS, Command
+from headrace.schemas.events import TrainingEvent
+from headrace.schemas.gateway import FACTS
+from headrace.schemas.state import LaneState, ModelState, StepRecord
+from headrace.schemas.topics import (
+    COMMANDS as COMMANDS_TOPIC,
+)
+from headrace.schemas.topics import (
+    GATEWAY,
+    JOBS,
+    MODELS,
+    STEPS,
+    TRAINING_EVENTS,
+    WEIGHT_ACKS,
+    WEIGHTS,
+    lane_key,
+)
+from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished, WeightsRef
+
+logger = logging.getLogger(__name__)
+
+FOLLOWED = (MODELS, COMMANDS_TOPIC, JOBS, GATEWAY, STEPS, WEIGHTS, WEIGHT_ACKS, TRAINING_EVENTS)
+"""Topics that the tables are made of, without their prefix."""
+_EVENTS_KEPT = 1000
+_EVENT_KINDS: tuple[type[BaseModel], ...] = TrainingEvent.__args__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEntry:
+    """What is kept in memory of a step's ledger record."""
+
+    step: int
+    incarnation: str
+    job_id: str | None
+    committed_at: datetime
+    metrics: dict[str, float]
+    weights: WeightsRef
+    report: WeightsRef | None
+    groups: int
+    updates: int
+    cut: str
+    attempt: str
+
+
+@dataclass(slots=True)
+class Tables:
+    """All of it. Read through the methods; the dictionaries are theirs."""
+
+    states: dict[str, ConsumerRecord] = field(default_factory=dict)
+    """Of `models`, by key: models and lanes."""
+    commands: dict[str, list[ConsumerRecord]] = field(default_factory=lambda: defaultdict(list))
+    """By model id; those that an owner has read are dropped when they are looked at."""
+    documents: dict[str, ConsumerRecord] = field(default_factory=dict)
+    """Of `jobs`, by job id."""
+    facts: dict[str, BaseModel] = field(default_factory=dict)
+    """Of `gateway`, by key."""
+    steps: dict[str, list[StepEntry]] = field(default_factory=dict)
+    """The ledger of each model's latest incarnation, in step order."""
+    published: dict[str, WeightsPublished] = field(default_factory=dict)
+    acks: dict[str, WeightsApplied | WeightsFailed] = field(default_factory=dict)
+    """The last of each engine."""
+    events: deque[BaseModel] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))
+    """The latest events, for whoever looks on."""
+    unreadable: int = 0
+
+    def apply(self, name: str, record: ConsumerRecord) -> None:
+        """Take one record of the topic `name` (without prefix) in."""
+        try:
+            _APPLY[name](self, record)
+        except HeadraceError as error:
+            self.unreadable += 1
+            logger.warning("left out: %s", error)
+
+    def model(self, model_id: str) -> ModelView | None:
+        """A model as it stands, with the commands that no owner has read; None: nobody asked for it."""
+        waiting = self._unread(model_id)
+        state = self.states.get(model_id)
+        if state is None and not waiting:
+            return None
+        return fold(self._with_lane(state, waiting), waiting).get(model_id)
+
+    def models(self) -> Iterable[ModelView]:
+        """All models, deleted ones too."""
+        for model_id in {*(key for key in self.states if not key.startswith("lane:")), *self.commands}:
+            if (view := self.model(model_id)) is not None:
+                yield view
+
+    def job(self, job_id: str) -> JobView | None:
+        """A job as it stands, with the commands that no owner has read."""
+        document = self.documents.get(job_id)
+        if document is None:
+            return None
+        bare = fold_jobs([], [], [document])[job_id]
+        waiting = self._unread(bare.model_id)
+        state = self.states.get(bare.model_id)
+        return fold_jobs(self._with_lane(state, waiting), waiting, [document])[job_id]
+
+    def jobs(self) -> Iterable[JobView]:
+        """All jobs, in no order."""
+        for job_id in list(self.documents):
+            if (view := self.job(job_id)) is not None:
+                yield view
+
+    def history(self, model: ModelView) -> list[StepEntry]:
+        """The committed steps of a model that lives, in order; none of an incarnation before it."""
+        entries = self.steps.get(model.model_id, [])
+        incarnation = model.state.incarnation if model.state is not None and model.status != "creating" else None
+        return entries if entries and entries[-1].incarnation == incarnation else []
+
+    def _with_lane(self, state: ConsumerRecord | None, waiting: list[ConsumerRecord]) -> list[ConsumerRecord]:
+        found = [] if state is None else [state]
+        lane = state.partition if state is not None else waiting[0].partition if waiting else None
+        owner = None if lane is None else self.states.get(lane_key(lane))
+        return found if owner is None else [*found, owner]
+
+    def _unread(self, model_id: str) -> list[ConsumerRecord]:
+        found = self.commands.get(model_id)
+        if not found:
+            return []
+        owner = self.states.get(lane_key(found[0].partition))
+        lane = None if owner is None else open_state(owner)
+        through = lane.commands_through if isinstance(lane, LaneState) else 0
+        if found[0].offset < through:
+            found[:] = [record for record in found if record.offset >= through]
+            if not found:
+                del self.commands[model_id]
+        return list(found)
+
+
+def _state(tables: Tables, record: ConsumerRecord) -> None:
+    key = _key(record)
+    if record.value is None:
+        tables.states.pop(key, None)
+    else:
+        open_state(record)  # what can't be read is not kept
+        tables.states[key] = record
+
+
+def _command(tables: Tables, record: ConsumerRecord) -> None:
+    command = open_kept(record, COMMANDS)
+    assert isinstance(command, Command)  # noqa: S101 - narrows the type: nothing else was asked for
+    tables.commands.setdefault(command.model_id, []).append(record)
+
+
+def _document(tables: Tables, record: ConsumerRecord) -> None:
+    if record.value is None:
+        tables.documents.pop(_key(record), None)
+    else:
+        fold_jobs([], [], [record])
+        tables.documents[_key(record)] = record
+
+
+def _fact(tables: Tables, record: ConsumerRecord) -> None:
+    if record.value is None:
+        tables.facts.pop(_key(record), None)
+    else:
+        tables.facts[_key(record)] = open_kept(record, FACTS)
+
+
+def _step(tables: Tables, record: ConsumerRecord) -> None:
+    step = open_kept(record, (StepRecord,))
+    assert isinstance(step, StepRecord)  # noqa: S101 - narrows the type
+    entries = tables.steps.setdefault(step.model_id, [])
+    if entries and (entries[-1].incarnation != step.incarnation):
+        entries.clear()
+    if entries and entries[-1].step >= step.step:
+        return  # a mirrored topic may have it twice
+    entries.append(
+        StepEntry(
+            step=step.step,
+            incarnation=step.incarnation,
+            job_id=step.job_id,
+            committed_at=step.committed_at,
+            metrics=step.metrics,
+            weights=step.weights,
+            report=step.report,
+            groups=step.groups,
+            updates=step.updates,
+            cut=step.cut,
+            attempt=step.attempt,
+        )
+    )
+
+
+def _weights(tables: Tables, record: ConsumerRecord) -> None:
+    if record.value is None:
+        tables.published.pop(_key(record), None)
+        return
+    published = open_kept(record, (WeightsPublished,))
+    assert isinstance(published, WeightsPublished)  # noqa: S101 - narrows the type
+    tables.published[published.model_id] = published
+
+
+def _ack(tables: Tables, record: ConsumerRecord) -> None:
+    if record.value is None:
+        tables.acks.pop(_key(record), None)
+        return
+    ack = open_kept(record, (WeightsApplied, WeightsFailed))
+    assert isinstance(ack, WeightsApplied | WeightsFailed)  # noqa: S101 - narrows the type
+    tables.acks[ack.engine_id] = ack
+
+
+def _event(tables: Tables, record: ConsumerRecord) -> None:
+    tables.events.append(open_kept(record, _EVENT_KINDS))
+
+
+def _key(record: ConsumerRecord) -> str:
+    return (record.key or b"").decode(errors="replace")
+
+
+_APPLY: dict[str, Callable[[Tables, ConsumerRecord], None]] = {
+    MODELS: _state,
+    COMMANDS_TOPIC: _command,
+    JOBS: _document,
+    GATEWAY: _fact,
+    STEPS: _step,
+    WEIGHTS: _weights,
+    WEIGHT_ACKS: _ack,
+    TRAINING_EVENTS: _event,
+}
+
+
+def is_model(view: ModelView | None) -> bool:
+    """Whether there is a model to speak of: known, and neither deleted nor about to be."""
+    return view is not None and view.status not in {"deleted", "deleting"}
+
+
+def latest_state(view: ModelView) -> ModelState | None:
+    """What the owner of the lane wrote last, of this incarnation."""
+    return view.state if view.status != "creating" else None

@@ -1,0 +1,162 @@
+"""Tokens: who may call, for which account and which of its projects.
+
+A token is `hr_<id>_<secret>`; what is kept is its id, owner, account, projects, a salt and SHA-256 of salt and secret, an object a line.
+The secret has 256 random bits, so a slow hash would add nothing. Guarantees: the secret is shown once, when it is made, and stands nowhere;
+comparing takes the same time whatever the secret; a file that was changed is read again with the next request. Gives up: expiry dates.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import tempfile
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headrace.core.errors import HeadraceError
+from headrace.core.settings import GatewaySettings
+from headrace.schemas.base import utc_now
+
+_PREFIX = "hr"
+
+
+class TokensError(HeadraceError):
+    """The tokens can't be read, or there is no such token; says what to do."""
+
+
+class StoredToken(BaseModel):
+    """One token as it is kept: not the token."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str = Field(pattern=r"^[0-9a-f]{8}$")
+    account: str = Field(min_length=1, max_length=128)
+    owner: str = Field(min_length=1, max_length=256)
+    projects: tuple[str, ...] = ()
+    """Empty: all of the account."""
+    salt: str = Field(pattern=r"^[0-9a-f]{32}$")
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    created_at: datetime = Field(default_factory=utc_now)
+
+    def is_of(self, secret: str) -> bool:
+        """Whether this is the secret."""
+        return hmac.compare_digest(self.digest, _digest(self.salt, secret))
+
+
+class Tokens:
+    """Those of the settings and of the file that they name.
+
+    Raises:
+        TokensError: a line can't be read.
+    """
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._fixed = _parse(settings.tokens, "gateway.tokens")
+        self._file = settings.tokens_file
+        self._stamp: tuple[int, int] | None = None
+        self._of_file: dict[str, StoredToken] = {}
+        self._reload()
+
+    @property
+    def configured(self) -> bool:
+        """Whether there is any; without one, everybody may call, and the gateway listens on loopback only."""
+        self._reload()
+        return bool(self._fixed or self._of_file) or self._file is not None
+
+    def find(self, token: str) -> StoredToken | None:
+        """The stored token that this one is."""
+        self._reload()
+        parts = token.split("_", 2)
+        if len(parts) != 3 or parts[0] != _PREFIX:
+            return None
+        stored = self._of_file.get(parts[1]) or self._fixed.get(parts[1])
+        return stored if stored is not None and stored.is_of(parts[2]) else None
+
+    def _reload(self) -> None:
+        if self._file is None:
+            return
+        try:
+            found = self._file.stat()
+        except FileNotFoundError:
+            self._of_file, self._stamp = {}, None
+            return
+        stamp = (found.st_mtime_ns, found.st_size)
+        if stamp != self._stamp:
+            self._of_file, self._stamp = _parse(self._file.read_text(encoding="utf-8").splitlines(), str(self._file)), stamp
+
+
+def create_token(file: Path, *, account: str, owner: str, projects: Sequence[str] = ()) -> tuple[StoredToken, str]:
+    """Make a token, keep its digest in the file; returns what is kept, and the token itself, which nobody can show again.
+
+    Raises:
+        TokensError: the file can't be read or written.
+    """
+    secret, salt = secrets.token_urlsafe(32), secrets.token_hex(16)
+    try:
+        stored = StoredToken(
+            id=secrets.token_hex(4), account=account, owner=owner, projects=tuple(projects), salt=salt, digest=_digest(salt, secret)
+        )
+    except ValidationError as error:
+        raise TokensError("; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())) from error
+    _write(file, [*list_tokens(file), stored])
+    return stored, f"{_PREFIX}_{stored.id}_{secret}"
+
+
+def list_tokens(file: Path) -> list[StoredToken]:
+    """Those of a file; none if it does not exist.
+
+    Raises:
+        TokensError: a line can't be read.
+    """
+    if not file.exists():
+        return []
+    return list(_parse(file.read_text(encoding="utf-8").splitlines(), str(file)).values())
+
+
+def revoke_token(file: Path, token_id: str) -> StoredToken:
+    """Take a token out of the file; requests with it are refused from then on.
+
+    Raises:
+        TokensError: there is none with that id.
+    """
+    there = list_tokens(file)
+    gone = next((token for token in there if token.id == token_id), None)
+    if gone is None:
+        raise TokensError(f"{file} has no token {token_id!r}; it has: {', '.join(token.id for token in there) or 'none'}")
+    _write(file, [token for token in there if token.id != token_id])
+    return gone
+
+
+def _write(file: Path, tokens: Iterable[StoredToken]) -> None:
+    """Replace the file as a whole, readable by its owner alone."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.writelines(f"{token.model_dump_json()}\n" for token in tokens)
+            out.flush()
+            os.fsync(out.fileno())
+        Path(name).replace(file)
+    except OSError as error:
+        raise TokensError(f"{file} can't be written: {error.strerror}") from error
+
+
+def _parse(lines: Iterable[str], where: str) -> dict[str, StoredToken]:
+    found: dict[str, StoredToken] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not line.startswith("#"):
+            try:
+                token = StoredToken.model_validate_json(line)
+            except ValidationError as error:
+                raise TokensError(
+                    f"{where} line {number} is no token as `headrace tokens create` writes it: {error.error_count()} faults"
+                ) from error
+            found[token.id] = token
+    return found
+
+
+def _digest(salt: str, secret: str) -> str:
+    return hashlib.sha256(bytes.fromhex(salt) + secret.encode(errors="replace")).hexdigest()

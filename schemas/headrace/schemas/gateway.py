@@ -1,0 +1,37 @@
+"""What only gateways know, in the compacted topic `gateway`: who asked for a job, and how a repeated request is recognised.
+
+Keys are `<kind>/<id>`. Every gateway reads all of it; a gateway writes a record in the same transaction as what it is about.
+"""
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from headrace.schemas.base import Record, utc_now
+
+
+class GatewayJob(Record):
+    """A job that came over HTTP. Key `job/<job id>`."""
+
+    job_id: str
+    model_id: str
+    account: str
+    owner: str
+    """Of the token that asked."""
+    api: Literal["training-jobs", "rlor"]
+    content: str
+    """SHA-256 of what was asked: a retry without an idempotency key is recognised by it."""
+    idempotency_key: str | None = None
+    warnings: tuple[str, ...] = ()
+    """What of the request has no effect."""
+    created_at: datetime = Field(default_factory=utc_now)
+
+
+FACTS: tuple[type[BaseModel], ...] = (GatewayJob,)
+"""What the topic carries."""
+
+
+def job_key(job_id: str) -> str:
+    """The key of a job's record."""
+    return f"job/{job_id}"

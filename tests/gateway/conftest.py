@@ -1,0 +1,61 @@
+"""A gateway as its clients see it: real HTTP on a port of its own, real Kafka behind it."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from headrace.core.settings import BaseModelEntry, GatewaySettings, KafkaSettings, Settings, StoreSettings, TopicSettings
+from headrace.core.topic_admin import apply
+from headrace.gateway.app import create_app
+from headrace.gateway.gate import Gate
+
+
+def gateway_settings(kafka: str, prefix: str, folder: Path, **gateway: object) -> Settings:
+    """Settings of a gateway over topics of its own; the base models exist in the catalogue only."""
+    return Settings(
+        kafka=KafkaSettings(bootstrap_servers=kafka),
+        topics=TopicSettings(prefix=prefix, partitions=2),
+        store=StoreSettings(url=f"file://{folder}/store"),
+        gateway=GatewaySettings.model_validate({"port": 0, "instance": uuid.uuid4().hex[:8], **gateway}),
+        base_models={"tiny": BaseModelEntry(path=str(folder / "nowhere"))},
+    )
+
+
+@asynccontextmanager
+async def running(settings: Settings, **client: object) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway that answers, and a client of it; `client.gate` is its gate."""
+    app = create_app(settings)
+    gate: Gate = app.state.gate
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="off", log_config=None, access_log=False))
+    listener = server.config.bind_socket()
+    async with gate:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            async with httpx.AsyncClient(base_url=address, timeout=30, trust_env=False, **client) as http:  # type: ignore[arg-type]
+                yield http
+        finally:
+            server.should_exit = True
+            await serving
+            listener.close()
+
+
+@pytest.fixture
+async def settings(kafka: str, topic_prefix: str, tmp_path: Path) -> Settings:
+    """Settings with topics of their own, made."""
+    found = gateway_settings(kafka, topic_prefix, tmp_path)
+    await apply(found)
+    return found
+
+
+@pytest.fixture
+async def gateway(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway without tokens."""
+    async with running(settings) as client:
+        yield client

@@ -1,0 +1,53 @@
+"""Who may call, how much, and what is answered where something is missing."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.gateway.conftest import gateway_settings, running
+
+from headrace.core.settings import Settings
+from headrace.core.topic_admin import apply
+from headrace.gateway.serve import ListenError, check_listening
+from headrace.gateway.tokens import create_token, list_tokens, revoke_token
+
+
+async def test_it_says_that_it_and_its_parts_are_there(gateway: httpx.AsyncClient) -> None:
+    assert (await gateway.get("/v1/health")).json() == {"status": "ok"}
+    check = await gateway.get("/v1/system-check")
+    assert (check.status_code, check.json()) == (200, {"status": "ok", "kafka": "ok", "store": "ok"})
+
+
+def test_without_tokens_it_does_not_listen_where_others_reach_it(settings: Settings, tmp_path: Path) -> None:
+    open_to_all = settings.model_copy(update={"gateway": settings.gateway.model_copy(update={"host": "0.0.0.0"})})  # noqa: S104
+    with pytest.raises(ListenError, match="headrace tokens create"):
+        check_listening(open_to_all)
+    create_token(tmp_path / "tokens", account="acme", owner="ada")
+    with_tokens = open_to_all.gateway.model_copy(update={"tokens_file": tmp_path / "tokens"})
+    check_listening(open_to_all.model_copy(update={"gateway": with_tokens}))
+
+
+def test_a_token_is_kept_as_a_digest_and_can_be_revoked(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    stored, token = create_token(file, account="acme", owner="ada", projects=["red"])
+    assert token.split("_", 2)[2] not in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
+    assert list_tokens(file) == [stored]
+    assert stored.is_of(token.split("_", 2)[2])
+    revoke_token(file, stored.id)
+    assert list_tokens(file) == []
+
+
+async def test_a_body_beyond_the_limit_is_413_and_not_read(kafka: str, topic_prefix: str, tmp_path: Path) -> None:
+    settings = gateway_settings(kafka, topic_prefix, tmp_path, max_body_bytes=2000)
+    await apply(settings)
+
+    async def pieces():
+        for _ in range(100):
+            yield b"x" * 100
+
+    async with running(settings) as http:
+        said = await http.post("/v1/preview/models", content=b"x" * 5000)
+        found_out = await http.post("/v1/preview/training-jobs", content=pieces())
+    assert (said.status_code, found_out.status_code) == (413, 413)
+    assert "max_body_bytes" in said.json()["detail"]
