@@ -286,6 +286,6 @@ def test_adapter_names_are_never_used_twice(tiny_model, tmp_path):
         if not folder.exists():
             adapter(tiny_model, folder, seed)
         engine.load(folder, 5)
-        names.append(engine._weights._adapter)
+        names.append(engine._held)
     assert all(a != b for a, b in pairwise(names))
     assert len(set(names)) == 3

@@ -1,14 +1,13 @@
 """The sampling loop of the local engine: a batch of prompts through a Hugging Face causal LM with its own KV cache.
 
-Guarantees: tokens are drawn at temperature 1 from the full softmax in float32, and each log-probability is of that same softmax, so a
-trainer that forces the tokens finds it again; a row that is shorter than its neighbours is padded on the left, behind the mask, with
-positions of its own. The same generator state and the same batch give the same tokens. Gives up: top-k, top-p and other temperatures,
-whose log-probabilities would be those of another policy; sharing the prefill of equal prompts.
-Shapes: B rows, T tokens so far (padding included), V vocabulary, N new tokens.
+Guarantees: each log-probability is that of the full softmax at temperature 1 in float32, however the token was drawn, so a trainer that
+forces the tokens finds it again; a row that is shorter than its neighbours is padded on the left, behind the mask, with positions of its
+own. The same batch and the same draws give the same tokens. Gives up: sharing the prefill of equal prompts; rows that join a batch later.
+Shapes: B rows, T tokens so far (padding included), V vocabulary, N new tokens, K alternatives.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +26,24 @@ class Decoded:
     """By a stop token; otherwise the limit was reached."""
 
 
+Draw = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""(log-probabilities [B, V], which prompt each row is of [B], how many tokens it has) → a token for each row [B, 1]."""
+Alternatives = list[tuple[int, float]]
+"""The most probable tokens of one place with their log-probabilities, the first is the most probable."""
+OnToken = Callable[[int, int, float, Alternatives], bool]
+"""(prompt, token, log-probability, alternatives) as each is drawn; True ends that row."""
+
+
 @torch.inference_mode()
 def decode(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, max_tokens: int, stop_ids: frozenset[int], generator: torch.Generator
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    stop_ids: frozenset[int],
+    draw: Draw,
+    on_token: OnToken | None = None,
+    alternatives: int = 0,
 ) -> list[Decoded]:
     """Sample one continuation for every prompt.
 
@@ -38,7 +52,9 @@ def decode(
         prompts: B prompts of at least one token each, every id below V.
         max_tokens: New tokens a row at most, at least 1.
         stop_ids: Ids that end a row.
-        generator: Where the randomness comes from, on the model's device.
+        draw: How a token is chosen.
+        on_token: Told of each token; it may end a row.
+        alternatives: K most probable tokens that `on_token` is told of.
     """
     device = model.device
     ids_BT, mask_BT = _left_padded(prompts, device)
@@ -62,12 +78,14 @@ def decode(
     for n in range(max_tokens):
         logits_BV = model(input_ids=ids_BT, attention_mask=mask_BT, position_ids=position_BT, **fixed).logits[:, -1].float()
         logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
-        drawn_B1 = torch.multinomial(logprobs_BV.exp(), 1, generator=generator)
+        drawn_B1 = draw(logprobs_BV, row_B, n)
         token_BN[row_B, n] = drawn_B1[:, 0]
         logprob_BN[row_B, n] = logprobs_BV.gather(1, drawn_B1)[:, 0]
         ends_B = torch.isin(drawn_B1[:, 0], stops) & ~ended_B
-        count_B[row_B[ends_B]] = n + 1
         stopped_B[row_B[ends_B]] = True
+        if on_token is not None:
+            ends_B |= _told(on_token, logprobs_BV, drawn_B1, row_B, ended_B=ended_B, alternatives=alternatives)
+        count_B[row_B[ends_B]] = n + 1
         ended_B = ended_B | ends_B
         live_B = (~ended_B).nonzero()[:, 0]
         if live_B.numel() == 0:
@@ -87,6 +105,26 @@ def decode(
         Decoded(token_ids=tokens[b][:count], logprobs=logprobs[b][:count], stopped=stopped)
         for b, (count, stopped) in enumerate(zip(count_B.tolist(), stopped_B.tolist(), strict=True))
     ]
+
+
+def _told(
+    on_token: OnToken,
+    logprobs_BV: torch.Tensor,
+    drawn_B1: torch.Tensor,
+    row_B: torch.Tensor,
+    *,
+    ended_B: torch.Tensor,
+    alternatives: int,
+) -> torch.Tensor:
+    """Tell of this step's tokens; bool [B]: the rows that are to end."""
+    rows, ended, tokens = row_B.tolist(), ended_B.tolist(), drawn_B1[:, 0].tolist()
+    logprobs = logprobs_BV.gather(1, drawn_B1)[:, 0].tolist()
+    best: list[Alternatives] = [[] for _ in rows]
+    if alternatives:
+        values_BK, ids_BK = logprobs_BV.topk(min(alternatives, logprobs_BV.shape[1]), dim=1)
+        best = [list(zip(ids, values, strict=True)) for ids, values in zip(ids_BK.tolist(), values_BK.tolist(), strict=True)]
+    ends = [not ended[b] and on_token(rows[b], tokens[b], logprobs[b], best[b]) for b in range(len(rows))]
+    return torch.tensor(ends, dtype=torch.bool, device=row_B.device)
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

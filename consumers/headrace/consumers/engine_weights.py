@@ -1,13 +1,12 @@
-"""The weights of a local engine: a base model from disk, and what is put on it: full weights, or a LoRA adapter.
+"""The weights of an engine: a base model from disk, and sets of weights held beside it by name: LoRA adapters on it, or full copies.
 
-Guarantees: a folder is read and checked (names, shapes, finite count of files) before the model is touched, so a folder that does not fit
-leaves the model as it was; adapter names carry the version and a serial number and are never reused; where the kind changes (full after
-LoRA, LoRA after full), the base is loaded anew, since an adapter means nothing on another base. Gives up: locking; its owner calls
-`swap` while nobody decodes.
+Guarantees: a folder is read and checked (names, shapes, finite count of files) before a model is touched, so a folder that does not fit
+leaves everything as it was; a name is never used for other weights. Adapters are small and share the base; a full set is a model of its
+own. Gives up: locking; its owner calls `hold`, `drop` and `use` while nobody decodes.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, set_peft_model_state_dict
@@ -17,35 +16,42 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from headrace.core.errors import HeadraceError
 
-Kind = Literal["base", "full", "lora"]
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class WeightsMismatchError(HeadraceError):
-    """Weights that do not fit the model; says which tensor and why. The model is as it was."""
+    """Weights that do not fit the model; says which tensor and why. Everything is as it was."""
 
 
 class EngineWeights:
-    """A causal LM whose weights can be exchanged.
+    """A causal LM and the weights that it can decode with.
 
     Args:
         base_path: Folder of a Hugging Face model.
         gguf_file: File name inside it, where the weights are GGUF (read to float32).
         device: Where the model lives.
-
-    `model` is what decodes: adapters are injected into its own modules.
+        keep_base: Keep the base model beside full weights. False: the first full weights take its place, which saves its memory, and it is
+            loaded anew when something asks for it.
     """
 
-    def __init__(self, base_path: Path, *, gguf_file: str | None, device: str) -> None:
+    def __init__(self, base_path: Path, *, gguf_file: str | None, device: str, keep_base: bool = True) -> None:
         self._base_path = base_path
         self._gguf_file = gguf_file
         self._device = device
-        self._peft: PeftModel | None = None
-        self._adapter: str | None = None
-        self._serial = 0
-        self.kind: Kind = "base"
-        self.model = self._load_base()
+        self._keep_base = keep_base
+        self._base: PreTrainedModel | None = self._load_base()
+        self._peft: PeftModel | None = None  # adapters are injected into the base's own modules
+        self._adapters: set[str] = set()
+        self._full: dict[str, PreTrainedModel] = {}
+        self._in_use: str | None = None  # of the adapters; None: they are switched off, or it is not known
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The base model; it decodes as one only after `use(None)`."""
+        if self._base is None:
+            self._base = self._load_base()
+        return self._base
 
     def read(self, folder: Path) -> dict[str, torch.Tensor]:
         """All tensors of a folder of weights, in memory. Slow: for a thread, while the engine serves.
@@ -65,24 +71,56 @@ class EngineWeights:
             raise WeightsMismatchError(f"{folder} holds no *.safetensors file with weights")
         return tensors
 
-    def swap(self, folder: Path, tensors: dict[str, torch.Tensor], version: int) -> None:
-        """Put what `read` gave on the model.
+    def hold(self, name: str, folder: Path, tensors: dict[str, torch.Tensor], over: str | None = None) -> None:
+        """Take what `read` gave, under a name that was never used.
+
+        Args:
+            name: Letters, digits, dashes.
+            folder: Where it was read.
+            tensors: What was read.
+            over: Weights that these replace: they are dropped, and where both are full, their memory is used again.
 
         Raises:
-            WeightsMismatchError: names or shapes do not fit; the model is as it was.
+            WeightsMismatchError: names or shapes do not fit; everything is as it was.
         """
         if (folder / _ADAPTER_CONFIG).is_file():
-            self._swap_lora(folder, tensors, version)
+            self._hold_lora(name, folder, tensors)
         else:
-            self._swap_full(folder, tensors)
+            self._hold_full(name, folder, tensors, over)
+        if over is not None:
+            self.drop(over)
 
-    def reset(self) -> None:
-        """Back to the base model."""
-        if self.kind == "base":
+    def drop(self, name: str) -> None:
+        """Forget weights; what is not held is no error."""
+        self._full.pop(name, None)
+        if name not in self._adapters or self._peft is None:
             return
-        self.model = self._load_base()
-        self._peft = self._adapter = None
-        self.kind = "base"
+        self._adapters.discard(name)
+        self._in_use = None
+        if self._adapters:
+            self._peft.set_adapter(min(self._adapters), inference_mode=True)  # peft warns where an active one goes
+            self._peft.delete_adapter(name)
+        elif self._keep_base or not self._full:
+            self._base, self._peft = self._peft.unload(), None
+        else:
+            self._base = self._peft = None
+
+    def use(self, name: str | None) -> PreTrainedModel:
+        """The model that decodes with these weights, until the next call; None: the base model."""
+        if name in self._full:
+            return self._full[name]
+        base = self.base
+        if name is None:
+            if self._peft is not None:
+                self._peft.base_model.disable_adapter_layers()
+            self._in_use = None
+        elif name not in self._adapters or self._peft is None:
+            raise KeyError(f"no weights {name!r} are held")
+        elif name != self._in_use:
+            self._peft.base_model.enable_adapter_layers()
+            self._peft.set_adapter(name, inference_mode=True)
+            self._in_use = name
+        return base
 
     def _load_base(self) -> PreTrainedModel:
         shown = is_progress_bar_enabled()
@@ -97,56 +135,54 @@ class EngineWeights:
         torch.nn.Module.to(model, self._device)  # past the decorator of `model.to`, whose annotation takes no device
         return model
 
-    def _swap_full(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-        if self.kind == "lora":
-            self.reset()
-        own = self.model.state_dict()
+    def _hold_full(self, name: str, folder: Path, tensors: dict[str, torch.Tensor], over: str | None) -> None:
+        former = None if over is None else self._full.get(over)
+        takes_base = not self._keep_base and self._peft is None and self._base is not None
+        model = former or (self.base if takes_base else self._load_base())
+        own = model.state_dict()
         # Tied weights are one tensor under two names: a folder that has one of them is complete.
-        written = {own[name].data_ptr() for name in tensors if name in own}
-        missing = [name for name, tensor in own.items() if name not in tensors and tensor.data_ptr() not in written]
+        written = {own[key].data_ptr() for key in tensors if key in own}
+        missing = [key for key, tensor in own.items() if key not in tensors and tensor.data_ptr() not in written]
         _refuse(folder, "missing", missing)
-        _refuse(folder, "not in the model", [name for name in tensors if name not in own])
-        _refuse(folder, "of another shape", [f"{name} {list(t.shape)}" for name, t in tensors.items() if t.shape != own[name].shape])
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor)
-        self.kind = "full"
+        _refuse(folder, "not in the model", [key for key in tensors if key not in own])
+        _refuse(folder, "of another shape", [f"{key} {list(t.shape)}" for key, t in tensors.items() if t.shape != own[key].shape])
+        for key, tensor in tensors.items():
+            own[key].copy_(tensor)
+        if over is not None:
+            self._full.pop(over, None)
+        if model is self._base:
+            self._base = None
+        self._full[name] = model
 
-    def _swap_lora(self, folder: Path, tensors: dict[str, torch.Tensor], version: int) -> None:
+    def _hold_lora(self, name: str, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         config = PeftConfig.from_pretrained(str(folder))
         if not isinstance(config, LoraConfig):
             raise WeightsMismatchError(f"{folder}: {type(config).__name__} where a LoRA adapter is needed")
         config.inference_mode = True
-        if self.kind == "full":
-            self.reset()
-        self._serial += 1
-        name = f"v{version}-{self._serial}"
         try:
             if self._peft is None:
-                self._peft = PeftModel(self.model, config, adapter_name=name)
+                self._peft = PeftModel(self.base, config, adapter_name=name)
             else:
                 self._peft.add_adapter(name, config)
             found: Any = set_peft_model_state_dict(self._peft, tensors, adapter_name=name)
             _refuse(folder, "missing", [key for key in found.missing_keys if f".{name}." in key])
             _refuse(folder, "not in the model", list(found.unexpected_keys))
         except (RuntimeError, ValueError, WeightsMismatchError) as error:
-            self._drop(name)
+            self._take_out(name)
             raise WeightsMismatchError(f"{folder}: the adapter does not fit: {error}") from error
-        self._peft.set_adapter(name, inference_mode=True)
         self._peft.eval()
-        if self._adapter is not None:
-            self._peft.delete_adapter(self._adapter)
-        self._adapter = name
-        self.kind = "lora"
+        self._adapters.add(name)
+        self._in_use = None
 
-    def _drop(self, name: str) -> None:
-        """Take a half-loaded adapter out again."""
+    def _take_out(self, name: str) -> None:
+        """Undo a half-loaded adapter."""
+        self._in_use = None
         if self._peft is None:
             return
-        if self._adapter is None:
-            self.model, self._peft = self._peft.unload(), None
+        if not self._adapters:
+            self._base, self._peft = self._peft.unload(), None
         elif name in self._peft.peft_config:
             self._peft.delete_adapter(name)
-            self._peft.set_adapter(self._adapter, inference_mode=True)
 
 
 def _refuse(folder: Path, what: str, names: list[str]) -> None:

@@ -16,8 +16,10 @@ from transformers import AutoTokenizer
 
 from headrace.consumers.chat_prompts import ChatMessage, continuation, prompt_ids
 from headrace.consumers.decoding import decode
+from headrace.consumers.drawing import draw_from
 from headrace.consumers.engine_weights import EngineWeights
 from headrace.consumers.generation import Generation
+from headrace.consumers.model_facts import facts_of
 from headrace.schemas.chat import Tool
 
 Request = Sequence[ChatMessage] | Sequence[int]
@@ -49,15 +51,14 @@ class LocalEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         self.tokenizer = AutoTokenizer.from_pretrained(base_path, gguf_file=gguf_file)
-        self._weights = EngineWeights(Path(base_path), gguf_file=gguf_file, device=device)
+        self._weights = EngineWeights(Path(base_path), gguf_file=gguf_file, device=device, keep_base=False)
         self._generator = torch.Generator(device).manual_seed(seed)
         self._switches = dict(chat_template_kwargs or {})
         self._lock = threading.Lock()
         self._version = 0
-        config = self._weights.model.config
-        self._vocabulary: int = config.get_text_config().vocab_size
-        self._context: int = config.get_text_config().max_position_embeddings
-        self._stop_ids = self._default_stop_ids()
+        self._held: str | None = None
+        self._loads = 0
+        self._facts = facts_of(self._weights.base, self.tokenizer)
 
     @property
     def policy_version(self) -> int:
@@ -90,11 +91,12 @@ class LocalEngine:
             return []
         prompts = [self._prompt(request, tools) for request in requests]
         for i, prompt in enumerate(prompts):
-            self._check(i, prompt, max_tokens)
-        stop_ids = self._stop_ids if stop_token_ids is None else frozenset(stop_token_ids)
+            self._facts.check(prompt, max_tokens, f"requests[{i}]")
+        stop_ids = self._facts.stop_ids if stop_token_ids is None else frozenset(stop_token_ids)
         with self._lock:
             version = self._version
-            rows = decode(self._weights.model, prompts, max_tokens=max_tokens, stop_ids=stop_ids, generator=self._generator)
+            model = self._weights.use(self._held)
+            rows = decode(model, prompts, max_tokens=max_tokens, stop_ids=stop_ids, draw=draw_from(self._generator))
         return [
             Generation(
                 text=str(self.tokenizer.decode(row.token_ids, skip_special_tokens=True)),
@@ -129,14 +131,17 @@ class LocalEngine:
         """
         tensors = self._weights.read(folder)
         with self._lock:
-            self._weights.swap(folder, tensors, version)
-            self._version = version
+            self._loads += 1
+            name = f"v{version}-{self._loads}"  # never used again, also where a version is loaded twice
+            self._weights.hold(name, folder, tensors, over=self._held)
+            self._held, self._version = name, version
 
     def reset(self) -> None:
         """Back to the base model, policy version 0."""
         with self._lock:
-            self._weights.reset()
-            self._version = 0
+            if self._held is not None:
+                self._weights.drop(self._held)
+            self._held, self._version = None, 0
 
     def _prompt(self, request: Request, tools: Sequence[Tool] | None) -> list[int]:
         token_ids = [item for item in request if isinstance(item, int)]
@@ -144,20 +149,3 @@ class LocalEngine:
         if token_ids and messages:
             raise ValueError("a request is messages or token ids, not both")
         return prompt_ids(self.tokenizer, messages, tools, self._switches) if messages else token_ids
-
-    def _check(self, i: int, prompt: list[int], max_tokens: int) -> None:
-        if not prompt:
-            raise ValueError(f"requests[{i}] is empty: at least one token or message is needed")
-        if len(prompt) + max_tokens > self._context:
-            raise ValueError(
-                f"requests[{i}] has {len(prompt)} tokens; with max_tokens={max_tokens} that is more than "
-                f"the model's {self._context} positions"
-            )
-        wrong = next((token_id for token_id in prompt if not 0 <= token_id < self._vocabulary), None)
-        if wrong is not None:
-            raise ValueError(f"requests[{i}]: token id {wrong} is outside the vocabulary of {self._vocabulary}")
-
-    def _default_stop_ids(self) -> frozenset[int]:
-        configured = getattr(self._weights.model.generation_config, "eos_token_id", None)
-        ids = configured if isinstance(configured, list) else [configured]
-        return frozenset(token_id for token_id in [*ids, self.tokenizer.eos_token_id] if token_id is not None)
