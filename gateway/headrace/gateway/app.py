@@ -6,7 +6,7 @@ Guarantees: what is answered was read from, or committed to, Kafka; there is no 
 from fastapi import FastAPI
 
 from headrace.core.settings import Settings
-from headrace.gateway import health, problems
+from headrace.gateway import exchanges, health, inference, problems
 from headrace.gateway.access import Pace
 from headrace.gateway.access_log import AccessLog
 from headrace.gateway.body_limit import BodyLimit
@@ -29,7 +29,8 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.gate = gate
     problems.install(app)
-    app.include_router(health.router)
+    for router in (health.router, inference.router, exchanges.router):
+        app.include_router(router)
     app.add_middleware(BodyLimit, settings=settings.gateway, is_upload=_is_upload)
     app.add_middleware(AccessLog)
     return app

@@ -31,7 +31,11 @@ class Gate:
         self.view = LogView(settings)
         self.writer = LogWriter(settings, self.view)
         self.store: ObjectStore = open_store(settings.store.url, settings.s3)
-        self.http = httpx.AsyncClient(timeout=httpx.Timeout(settings.gateway.inference_timeout_seconds, connect=5.0), trust_env=False)
+        self.http = httpx.AsyncClient(
+            timeout=httpx.Timeout(settings.gateway.inference_timeout_seconds, connect=5.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=200),
+            trust_env=False,
+        )
         """To the engines."""
         self._stack = AsyncExitStack()
 

@@ -1,8 +1,8 @@
 """What goes wrong, as each API tells it.
 
-Handlers raise `ProblemError`; the shape of its answer follows from the path: `{"detail": …}` for the training-jobs API, `{"code", "message",
-"details"}` with gRPC's codes for the RLOR API, `{"error": {…}}` for inference. Guarantees: a validation error names the place of each fault
-and never echoes a value, which could be a secret; Kafka or the store being away is a 503 with `Retry-After`. Gives up: nothing.
+Handlers raise `ProblemError`; the shape of its answer follows from the path: `{"detail": …}` for the training-jobs API, `{"code",
+"message", "details"}` with gRPC's codes for the RLOR API, `{"error": {…}}` for inference. Guarantees: a validation error names the place of
+each fault and never echoes a value, which could be a secret; Kafka or the store being away is a 503 with `Retry-After`. Gives up: nothing.
 """
 
 from collections.abc import Sequence

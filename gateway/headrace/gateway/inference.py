@@ -1,0 +1,257 @@
+"""Inference on the same base URL: a request goes to an engine that serves the version which its model name means.
+
+Guarantees: an unsuffixed name is the newest version that an engine serves (one that is published and not served yet is waited for, a
+moment); `:stepN` is that version or an error, never another; the version that answered is in the answer (`model`, `policy_version`) and in
+the header `x-headrace-policy-version`. Where log-probabilities are asked for, token ids come with them. An engine that does not answer is
+passed over for the next; without one it is 503 with a reason. Nothing is recorded unless `x-headrace-trajectory` asks. Gives up: retries
+once a stream has begun.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import orjson
+from fastapi import APIRouter, Request
+from fastapi.responses import Response, StreamingResponse
+
+from headrace.core.errors import HeadraceError
+from headrace.core.kafka import KafkaUnavailableError
+from headrace.core.model_views import ModelView
+from headrace.core.models import model_id_of
+from headrace.gateway.access import Caller, KnownCaller
+from headrace.gateway.exchanges import HEADER, assembled, check_name, exchange_of, keep
+from headrace.gateway.gate import Gate, OpenGate
+from headrace.gateway.problems import ProblemError
+from headrace.gateway.serving import Served, UnknownNameError, Wanted, engines_of, newest_version, parse_name
+from headrace.gateway.tables import is_model
+
+router = APIRouter(tags=["inference"])
+
+VERSION_HEADER = "x-headrace-policy-version"
+_FRESH_SECONDS = 1.0
+"""Engines go on answering while Kafka is away: then what is known has to do."""
+_busy: Counter[str] = Counter()
+"""Requests under way, by engine id: of this process, so of its one event loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A request that is good enough to be passed on."""
+
+    path: str
+    body: dict[str, Any]
+    name: str
+    wanted: Wanted
+    model: ModelView
+    trajectory: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reply:
+    """An engine's answer that has begun. Leave its context when it was read: the engine has one request less then."""
+
+    upstream: httpx.Response
+    engine_id: str
+    version: int
+
+    async def __aenter__(self) -> httpx.Response:
+        return self.upstream
+
+    async def __aexit__(self, *_: object) -> None:
+        _busy[self.engine_id] -= 1
+        await self.upstream.aclose()
+
+
+@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions/", include_in_schema=False)
+@router.post("/inference/v1/chat/completions", include_in_schema=False)
+async def chat_completions(request: Request, gate: OpenGate, caller: KnownCaller) -> Response:
+    """OpenAI chat completions, answered by a rollout engine of the model."""
+    return await _pass_on(request, gate, caller, "chat/completions")
+
+
+@router.post("/v1/completions")
+@router.post("/inference/v1/completions", include_in_schema=False)
+async def completions(request: Request, gate: OpenGate, caller: KnownCaller) -> Response:
+    """OpenAI completions, answered by a rollout engine of the model."""
+    return await _pass_on(request, gate, caller, "completions")
+
+
+async def _pass_on(request: Request, gate: Gate, caller: Caller, path: str) -> Response:
+    with suppress(KafkaUnavailableError):  # an engine may answer all the same
+        await gate.view.fresh(_FRESH_SECONDS)
+    asked = _read(gate, caller, await request.body(), path, request.headers.get(HEADER))
+    tried: list[str] = []
+    for served in await _candidates(gate, asked):
+        try:
+            reply = await _send(gate, served, asked)
+        except httpx.HTTPError as error:
+            tried.append(f"{served.engine_id} at {served.base_url}: {type(error).__name__}")
+            continue
+        if reply.upstream.status_code == 404 or reply.upstream.status_code >= 500:
+            # It has let that version go, or ends, or failed: another may do better.
+            async with reply:
+                await reply.upstream.aread()
+            tried.append(f"{served.engine_id} at {served.base_url}: {reply.upstream.status_code} {_said(reply.upstream)}")
+            continue
+        return await _answer(gate, caller, asked, reply)
+    raise ProblemError(503, _nobody(gate, asked, tried))
+
+
+def _read(gate: Gate, caller: Caller, raw: bytes, path: str, trajectory: str | None) -> _Asked:
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ProblemError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ProblemError(400, "the body must be a JSON object")
+    name = body.get("model")
+    if not isinstance(name, str) or not name:
+        raise ProblemError(400, "model: missing; name it as wandb-artifact:///entity/project/name, with :stepN for a version")
+    wanted, model = find_model(gate, caller, name)
+    if body.get("logprobs") and path == "chat/completions":
+        # Without the ids nothing can be trained on: text does not say which tokens it was.
+        body = {"return_tokens_as_token_ids": True, "return_token_ids": True} | body
+    return _Asked(
+        path=path,
+        body=body,
+        name=name,
+        wanted=wanted,
+        model=model,
+        trajectory=None if trajectory is None else check_name(trajectory),
+    )
+
+
+def find_model(gate: Gate, caller: Caller, name: str) -> tuple[Wanted, ModelView]:
+    """The model that a name means.
+
+    Raises:
+        ProblemError: 404, for unknown names and for what the caller does not see.
+    """
+    try:
+        wanted = parse_name(name, caller.account)
+    except UnknownNameError as error:
+        raise ProblemError(404, str(error)) from None
+    model_id = wanted.model_id or model_id_of(wanted.account, str(wanted.project), str(wanted.name))
+    model = gate.view.tables.model(model_id)
+    if model is None or not is_model(model) or not caller.sees(model.account, model.project):
+        raise ProblemError(404, f"there is no model {name[:200]!r}: create it first (POST /v1/preview/models)")
+    newest = newest_version(gate.view.tables, model)
+    if wanted.version is not None and wanted.version > newest:
+        raise ProblemError(404, f"model {name[:200]!r}: its newest version is {newest}")
+    return wanted, model
+
+
+async def _candidates(gate: Gate, asked: _Asked) -> list[Served]:
+    """Engines to try, best first; a version that nobody serves yet is waited for."""
+    tables = gate.view.tables
+    goal = newest_version(tables, asked.model) if asked.wanted.version is None else asked.wanted.version
+    until = time.monotonic() + gate.settings.gateway.inference_wait_seconds
+    while not (found := engines_of(tables, asked.model, _busy, at_least=goal)) and (left := until - time.monotonic()) > 0:
+        try:
+            await asyncio.wait_for(gate.view.news(), left)
+        except TimeoutError:
+            break
+    if found or asked.wanted.version is not None:
+        # Of those with a later version, the nearest are likeliest to hold this one still.
+        return found if asked.wanted.version is None else sorted(found, key=lambda served: served.version)
+    return engines_of(tables, asked.model, _busy)
+
+
+def _name_at(asked: _Asked, served: Served) -> str:
+    """What the engine calls the version that is wanted of it."""
+    if asked.wanted.version in {None, served.version}:
+        return served.served_as
+    return f"{asked.model.model_id}@{asked.wanted.version}"
+
+
+async def _send(gate: Gate, served: Served, asked: _Asked) -> _Reply:
+    body = asked.body | {"model": _name_at(asked, served)}
+    request = gate.http.build_request(
+        "POST", f"{served.base_url}/{asked.path}", content=orjson.dumps(body), headers={"content-type": "application/json"}
+    )
+    _busy[served.engine_id] += 1
+    try:
+        upstream = await gate.http.send(request, stream=True)
+    except BaseException:
+        _busy[served.engine_id] -= 1
+        raise
+    version = served.version if asked.wanted.version is None else asked.wanted.version
+    return _Reply(upstream=upstream, engine_id=served.engine_id, version=version)
+
+
+async def _answer(gate: Gate, caller: Caller, asked: _Asked, reply: _Reply) -> Response:
+    upstream, version = reply.upstream, reply.version
+    headers = {VERSION_HEADER: str(version)}
+    for name in ("retry-after", "x-request-id"):
+        if name in upstream.headers:
+            headers[name] = upstream.headers[name]
+    if upstream.headers.get("content-type", "").startswith("text/event-stream"):
+        return StreamingResponse(_stream(gate, caller, asked, reply), media_type="text/event-stream", headers=headers)
+    async with reply:
+        content = await upstream.aread()
+    if upstream.status_code != 200:
+        return Response(content, upstream.status_code, headers, media_type="application/json")
+    answer = _marked(asked, orjson.loads(content), version)
+    if asked.trajectory is not None:
+        await keep(gate.store, caller, exchange_of(asked.trajectory, asked.model.model_id, version, asked.body, answer))
+    return Response(orjson.dumps(answer), 200, headers, media_type="application/json")
+
+
+async def _stream(gate: Gate, caller: Caller, asked: _Asked, reply: _Reply) -> AsyncIterator[bytes]:
+    """The engine's events, each marked with the version, as they come."""
+    chunks: list[dict[str, Any]] = []
+    async with reply:
+        try:
+            async for line in reply.upstream.aiter_lines():
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    await _keep_stream(gate, caller, asked, chunks, reply.version)
+                    yield b"data: [DONE]\n\n"
+                elif line.startswith("data:"):
+                    chunk = _marked(asked, orjson.loads(data), reply.version)
+                    if asked.trajectory is not None:
+                        chunks.append(chunk)
+                    yield b"data: " + orjson.dumps(chunk) + b"\n\n"
+        except (httpx.HTTPError, orjson.JSONDecodeError, HeadraceError) as error:
+            # The status is sent already: an event says it.
+            said = f"the answer broke off: {type(error).__name__}: {error}"
+            yield b"data: " + orjson.dumps({"error": {"message": said, "type": "server_error", "code": 502}}) + b"\n\n"
+
+
+async def _keep_stream(gate: Gate, caller: Caller, asked: _Asked, chunks: list[dict[str, Any]], version: int) -> None:
+    if asked.trajectory is not None:
+        await keep(gate.store, caller, exchange_of(asked.trajectory, asked.model.model_id, version, asked.body, assembled(chunks)))
+
+
+def _marked(asked: _Asked, answer: dict[str, Any], version: int) -> dict[str, Any]:
+    if "error" in answer:
+        return answer
+    model = asked.name
+    if asked.wanted.name is not None:
+        model = f"wandb-artifact:///{asked.wanted.account}/{asked.wanted.project}/{asked.wanted.name}:step{version}"
+    return answer | {"model": model, "policy_version": version}
+
+
+def _said(upstream: httpx.Response) -> str:
+    try:
+        return str(orjson.loads(upstream.content)["error"]["message"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return f"status {upstream.status_code}"
+
+
+def _nobody(gate: Gate, asked: _Asked, tried: list[str]) -> str:
+    if tried:
+        return f"no engine of {asked.name} answers: {'; '.join(tried)}"
+    if asked.wanted.version is not None and engines_of(gate.view.tables, asked.model, _busy):
+        return f"no engine has served version {asked.wanted.version} of {asked.name} yet"
+    return (
+        f"no engine serves {asked.name}: start one (`headrace engine --base-model {asked.model.settings.base_model}`), or wait until it "
+        "has acknowledged a version"
+    )
