@@ -14,6 +14,7 @@ from headrace.core.settings import BaseModelEntry, GatewaySettings, KafkaSetting
 from headrace.core.topic_admin import apply
 from headrace.gateway.app import create_app
 from headrace.gateway.gate import Gate
+from headrace.gateway.serve import Server
 
 
 def gateway_settings(kafka: str, prefix: str, folder: Path, **gateway: object) -> Settings:
@@ -32,7 +33,7 @@ async def running(settings: Settings, **client: object) -> AsyncIterator[httpx.A
     """A gateway that answers, and a client of it; `client.gate` is its gate."""
     app = create_app(settings)
     gate: Gate = app.state.gate
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="off", log_config=None, access_log=False))
+    server = Server(uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="off", log_config=None, access_log=False), gate)
     listener = server.config.bind_socket()
     async with gate:
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -1,5 +1,6 @@
 """What every handler needs: settings, the view of the log, the writer, the store, the tokens. One for each app."""
 
+import asyncio
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -37,6 +38,8 @@ class Gate:
             trust_env=False,
         )
         """To the engines."""
+        self.ending = asyncio.Event()
+        """Set when the server is asked to end: answers without an end of their own end then."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> "Gate":

@@ -68,7 +68,25 @@ async def serve(settings: Settings, listener: socket.socket, *, ready: Callable[
     )
     async with gate:
         ready()
-        await uvicorn.Server(config).serve(sockets=[listener])
+        await Server(config, gate).serve(sockets=[listener])
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's, which tells those who stream without an end that it ends; it would wait for them.
+
+    Args:
+        config: Uvicorn's.
+        gate: Of the app.
+    """
+
+    def __init__(self, config: uvicorn.Config, gate: Gate) -> None:
+        super().__init__(config)
+        self._gate = gate
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End."""
+        self._gate.ending.set()
+        await super().shutdown(sockets)
 
 
 def _is_loopback(host: str) -> bool:

@@ -20,6 +20,7 @@ from headrace.core.model_views import ModelView, fold, open_kept, open_state
 from headrace.schemas.commands import COMMANDS, Command
 from headrace.schemas.events import TrainingEvent
 from headrace.schemas.gateway import FACTS
+from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.topics import (
     COMMANDS as COMMANDS_TOPIC,
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 FOLLOWED = (MODELS, COMMANDS_TOPIC, JOBS, GATEWAY, STEPS, WEIGHTS, WEIGHT_ACKS, TRAINING_EVENTS)
 """Topics that the tables are made of, without their prefix."""
 _EVENTS_KEPT = 1000
+_ACKS_KEPT = 1000
+_CHANGES_KEPT = 5000
 _EVENT_KINDS: tuple[type[BaseModel], ...] = TrainingEvent.__args__
 
 
@@ -59,6 +62,8 @@ class StepEntry:
     updates: int
     cut: str
     attempt: str
+    refusals: dict[RejectionReason, int]
+    trajectory_refusals: dict[RejectionReason, int]
 
 
 @dataclass(slots=True)
@@ -78,12 +83,20 @@ class Tables:
     published: dict[str, WeightsPublished] = field(default_factory=dict)
     acks: dict[str, WeightsApplied | WeightsFailed] = field(default_factory=dict)
     """The last of each engine."""
+    acked: dict[str, deque[WeightsApplied | WeightsFailed]] = field(default_factory=dict)
+    """By model id, in the order of the log: those that it still had at start, and all since."""
     events: deque[BaseModel] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))
     """The latest events, for whoever looks on."""
+    changes: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=_CHANGES_KEPT))
+    """(topic without prefix, key) of the latest records, for whoever looks on."""
+    changed: int = 0
+    """Records so far."""
     unreadable: int = 0
 
     def apply(self, name: str, record: ConsumerRecord) -> None:
         """Take one record of the topic `name` (without prefix) in."""
+        self.changes.append((name, _key(record)))
+        self.changed += 1
         try:
             _APPLY[name](self, record)
         except HeadraceError as error:
@@ -119,6 +132,10 @@ class Tables:
         for job_id in list(self.documents):
             if (view := self.job(job_id)) is not None:
                 yield view
+
+    def facts_under(self, prefix: str) -> list[BaseModel]:
+        """The gateway's facts whose key begins so, in the order of their keys."""
+        return [self.facts[key] for key in sorted(key for key in self.facts if key.startswith(prefix))]
 
     def history(self, model: ModelView) -> list[StepEntry]:
         """The committed steps of a model that lives, in order; none of an incarnation before it."""
@@ -197,6 +214,8 @@ def _step(tables: Tables, record: ConsumerRecord) -> None:
             updates=step.updates,
             cut=step.cut,
             attempt=step.attempt,
+            refusals=step.refusals,
+            trajectory_refusals=step.trajectory_refusals,
         )
     )
 
@@ -217,6 +236,7 @@ def _ack(tables: Tables, record: ConsumerRecord) -> None:
     ack = open_kept(record, (WeightsApplied, WeightsFailed))
     assert isinstance(ack, WeightsApplied | WeightsFailed)  # noqa: S101 - narrows the type
     tables.acks[ack.engine_id] = ack
+    tables.acked.setdefault(ack.model_id, deque(maxlen=_ACKS_KEPT)).append(ack)
 
 
 def _event(tables: Tables, record: ConsumerRecord) -> None:
