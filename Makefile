@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-fast chaos lint types bench docs docs-check constraints check clean
+.PHONY: demo test test-fast conformance chaos lint types bench docs docs-check constraints check clean
 .DEFAULT_GOAL := test
 
 # uv installs torch and its kin in a fifth of pip's time; pip brings uv itself.
@@ -22,6 +22,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/pytest $(ARGS)
+
+# The hosted services' own clients, unmodified, against Kafka, worker, engine and gateway; part of `make test` too.
+conformance: $(STAMP)
+	$(BIN)/pytest tests/conformance -s $(ARGS)
 
 test-fast: $(STAMP)
 	$(BIN)/pytest -m 'not slow' $(ARGS)

@@ -1,0 +1,53 @@
+"""Environments of the hosted services' own clients: what they pin contradicts what Headrace needs, so each has one of its own.
+
+They lie under `.conformance/` (not in git), made once and again when what they should hold changes. Guarantees: a made one is whole; two
+that make the same wait for each other.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+HOME = Path(__file__).parents[2] / ".conformance"
+
+ART = (
+    ("--no-deps", "openpipe-art==0.5.18"),
+    ("openai>=2.14,<3", "litellm<=1.82.0", "polars", "tqdm", "python-dotenv", "numpy", "pyarrow", "httpx", "pydantic"),
+)
+"""Its training half (torch and unsloth) is not needed to call a service: so without its dependencies, and then those that it imports."""
+
+
+def client_python(name: str, installs: Sequence[Sequence[str]]) -> Path:
+    """The Python of an environment that holds these packages; made if it is not there.
+
+    Args:
+        name: Of the environment.
+        installs: Arguments of one `uv pip install` each, in order.
+    """
+    HOME.mkdir(exist_ok=True)
+    folder, stamp = HOME / name, repr(installs)
+    with (HOME / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = folder / "installed"
+        if not made.exists() or made.read_text(encoding="utf-8") != stamp:
+            shutil.rmtree(folder, ignore_errors=True)
+            uv = Path(sys.executable).with_name("uv")
+            subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, folder], check=True)
+            for arguments in installs:
+                subprocess.run([uv, "pip", "install", "--quiet", "--python", folder / "bin" / "python", *arguments], check=True)
+            made.write_text(stamp, encoding="utf-8")
+    return folder / "bin" / "python"
+
+
+def run_client(python: Path, script: Path, *arguments: str, seconds: float, cwd: Path) -> str:
+    """Run a script of a client to its end; returns what it printed, which is in the error where it fails."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "WANDB_", "PYTHON"))}
+    done = subprocess.run(
+        [python, script, *arguments], capture_output=True, text=True, timeout=seconds, cwd=cwd, env=environment, check=False
+    )
+    assert done.returncode == 0, f"{script.name} ended with {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
