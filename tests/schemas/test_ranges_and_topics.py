@@ -21,7 +21,7 @@ def test_ranges_hold_exactly_the_offsets_and_are_as_few_as_can_be(offsets: set[i
 def test_what_a_lane_owns_is_keyed_by_model_and_has_the_lanes_partitions():
     lanes = {topic.name for topic in TOPICS if topic.lane}
     assert lanes == {"trajectory-groups", "commands", "steps", "models", "training-events", "weights"}
-    assert {topic.name for topic in TOPICS} - lanes == {"weight-acks", "jobs", "dead-letters"}
+    assert {topic.name for topic in TOPICS} - lanes == {"weight-acks", "jobs", "gateway", "dead-letters"}
     assert all("model id" in topic.key for topic in TOPICS if topic.lane)
 
 

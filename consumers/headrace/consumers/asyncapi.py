@@ -31,6 +31,7 @@ _PARTIES: dict[str, tuple[str, str]] = {
     topics.WEIGHTS: (_WORKER, "weight subscribers beside rollout engines; producers that pace themselves"),
     topics.WEIGHT_ACKS: ("weight subscribers beside rollout engines", "dashboards and subscribers"),
     topics.JOBS: ("the gateway, once with the job; then the worker that owns the model's lane", "the gateway; subscribers"),
+    topics.GATEWAY: ("gateways", "gateways"),
     topics.DEAD_LETTERS: (f"{_WORKER}; the command line, of what became of a letter", "people and tools that look for what went wrong"),
 }
 """Who sends to a topic and who receives from it."""

@@ -11,6 +11,7 @@ from headrace.schemas.claim import GroupClaim
 from headrace.schemas.commands import COMMANDS
 from headrace.schemas.dead_letters import DeadLetterResolved
 from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, StepCompleted, TrajectoryRejected
+from headrace.schemas.gateway import FACTS
 from headrace.schemas.jobs import JobDocument, TrainingJob
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.trajectory import TrajectoryGroup
@@ -25,6 +26,7 @@ CARRIED: dict[str, tuple[type[BaseModel], ...]] = {
     topics.WEIGHTS: (WeightsPublished,),
     topics.WEIGHT_ACKS: (WeightsApplied, WeightsFailed),
     topics.JOBS: (JobDocument,),
+    topics.GATEWAY: FACTS,
     topics.DEAD_LETTERS: (DeadLetterResolved,),
 }
 """Record models by topic name without the prefix."""

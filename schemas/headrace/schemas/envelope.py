@@ -21,6 +21,8 @@ from headrace.schemas.gateway import GatewayJob
 from headrace.schemas.jobs import JobDocument, TrainingJob
 from headrace.schemas.parsing import check_finite, load_json, validate, write_json
 from headrace.schemas.reasons import DeadLetterReason as Reason
+from headrace.schemas.rlor import RlorJob
+from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, ModelAlias
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
@@ -54,6 +56,10 @@ _NAMES: dict[type[BaseModel], str] = {
     JobDocument: "job-document",
     DeadLetterResolved: "dead-letter-resolved",
     GatewayJob: "gateway-job",
+    DatasetFact: "dataset",
+    DatasetFile: "dataset-file",
+    ModelAlias: "model-alias",
+    RlorJob: "rlor-job",
 }
 _MODELS = {name: model for model, name in _NAMES.items()}
 

@@ -9,6 +9,8 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from headrace.schemas.base import Record, utc_now
+from headrace.schemas.rlor import RlorJob
+from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, ModelAlias
 
 
 class GatewayJob(Record):
@@ -28,7 +30,7 @@ class GatewayJob(Record):
     created_at: datetime = Field(default_factory=utc_now)
 
 
-FACTS: tuple[type[BaseModel], ...] = (GatewayJob,)
+FACTS: tuple[type[BaseModel], ...] = (GatewayJob, DatasetFact, DatasetFile, ModelAlias, RlorJob)
 """What the topic carries."""
 
 
