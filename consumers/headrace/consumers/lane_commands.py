@@ -5,7 +5,6 @@ model whose settings can't be trained here is created as `stopped`, with the rea
 """
 
 import logging
-import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from headrace.consumers.lane_book import LaneBook
 from headrace.consumers.lane_reader import UnreadableRecord
 from headrace.consumers.model_run import ModelRun
 from headrace.core.lanes import lane_of
+from headrace.core.model_views import incarnation_of
 from headrace.core.settings import BaseModelEntry, Settings
 from headrace.schemas.commands import COMMANDS, CancelJob, CreateModel, DeleteModel, PauseJob, ResumeJob, ResumeModel
 from headrace.schemas.envelope import header_text, open_record
@@ -28,8 +28,6 @@ from headrace.schemas.state import ModelState
 from headrace.schemas.training import ModelSettings, row_length_problem
 
 logger = logging.getLogger(__name__)
-
-_NAMESPACE = uuid.UUID("0f4c9a52-43cf-5d47-a1a5-6a2d3d2f4f0e")
 
 
 class CommandHandler:
@@ -116,8 +114,7 @@ class CommandHandler:
         problem = self._shadow_problem(command.model_id, command.shadow_of) or problem_of(command.settings, self._settings.base_models)
         state = ModelState(
             model_id=command.model_id,
-            # From the command's place in the log: whoever applies it makes the same incarnation.
-            incarnation=str(uuid.uuid5(_NAMESPACE, f"{command.model_id}/{offset}")),
+            incarnation=incarnation_of(command.model_id, offset),
             status="active" if problem is None else "stopped",
             status_detail=problem,
             account=command.account,

@@ -3,6 +3,7 @@
 A command counts as unread if its offset is not below its lane's `commands_through`; the last of them by offset wins.
 """
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,6 +20,8 @@ from headrace.schemas.errors import CodecError
 from headrace.schemas.state import LaneState, ModelState
 from headrace.schemas.training import ModelSettings
 from headrace.schemas.weights import WeightsRef
+
+_NAMESPACE = uuid.UUID("0f4c9a52-43cf-5d47-a1a5-6a2d3d2f4f0e")
 
 Status = Literal["creating", "active", "stopped", "diverged", "resuming", "deleting", "deleted"]
 
@@ -110,6 +113,11 @@ def _view(state: ModelState) -> ModelView:
         shadow_of=state.shadow_of,
         state=state,
     )
+
+
+def incarnation_of(model_id: str, offset: int) -> str:
+    """The incarnation that a `CreateModel` at this offset of its lane makes: whoever applies it makes the same one."""
+    return str(uuid.uuid5(_NAMESPACE, f"{model_id}/{offset}"))
 
 
 def created_view(command: CreateModel) -> ModelView:

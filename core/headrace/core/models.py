@@ -38,7 +38,16 @@ class ModelNotReadyError(HeadraceError):
 
 
 class ModelRefusedError(HeadraceError):
-    """A model that can't be created as asked; says which field and what is possible."""
+    """A model that can't be created as asked; says which field and what is possible.
+
+    Args:
+        message: For people.
+        field: The one that is at fault, where one is; None: what was asked for contradicts what is there.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 def model_id_of(account: str, project: str, name: str) -> str:
@@ -76,8 +85,7 @@ async def create_model(
         KafkaUnavailableError: no broker; nothing was sent, or it is not known: repeating is harmless.
     """
     account = account or settings.account
-    _check_names(account=account, project=project, name=name)
-    check_base_model(settings, model)
+    check_new_model(settings, model, account=account, project=project, name=name)
     if start_from is not None and start_weights is not None:
         raise ModelRefusedError("start_from and start_weights exclude each other: both say what the model begins with")
     model_id = model_id_of(account, project, name)
@@ -99,23 +107,36 @@ async def create_model(
         start_from=start_from,
         start_weights=start_weights,
     )
-    known = (await _read(settings, model_id)).get(model_id)
-    if known is not None and known.shadow_of != shadow_of:
+    known = living_model((await _read(settings, model_id)).get(model_id), command)
+    if known is not None:
+        return known
+    place = await send_command(settings, command, source=_SOURCE, shadow_of=shadow_of)
+    return replace(created_view(command), command=place)
+
+
+def living_model(known: ModelView | None, command: CreateModel) -> ModelView | None:
+    """The model that a command asks for, if it lives already; None: the command is to be written. Pure.
+
+    Raises:
+        ModelRefusedError: it lives with other settings or start weights, or `start_from` asks for a new one.
+    """
+    project, name = command.project, command.name
+    if known is not None and known.shadow_of != command.shadow_of:
         # Also a deleted one: an id stays on one lane.
         there = "is no shadow" if known.shadow_of is None else f"is a shadow of {known.shadow_of}"
         raise ModelRefusedError(f"project {project!r} has had a model {name!r} already, which {there}: take another name")
     if known is None or known.status in {"deleted", "deleting"}:
-        place = await send_command(settings, command, source=_SOURCE, shadow_of=shadow_of)
-        return replace(created_view(command), command=place)
-    if start_from is not None:
+        return None
+    if command.start_from is not None:
         raise ModelRefusedError(f"project {project!r} has a model {name!r} already: take another name, or delete it first")
-    if known.start_weights != start_weights:
+    if known.start_weights != command.start_weights:
         begun = "the base model" if known.start_weights is None else known.start_weights.uri
         raise ModelRefusedError(
             f"model {name!r} of project {project!r} exists, and began with {begun}: take another name, or delete it first"
         )
-    if known.settings != model or known.worker_group != settings.worker.group:
-        differing = sorted(k for k, v in model.model_dump().items() if v != known.settings.model_dump().get(k))
+    if known.settings != command.settings or known.worker_group != command.worker_group:
+        there_settings = known.settings.model_dump()
+        differing = sorted(k for k, v in command.settings.model_dump().items() if v != there_settings.get(k))
         raise ModelRefusedError(
             f"model {name!r} of project {project!r} exists with other settings ({', '.join(differing) or 'worker.group'}), which are fixed "
             "at creation: take another name, or delete it first"
@@ -227,15 +248,25 @@ async def wait_for_model(settings: Settings, view: ModelView, seconds: float) ->
     raise AssertionError("follow does not end")
 
 
+def check_new_model(settings: Settings, model: ModelSettings, *, account: str, project: str, name: str) -> None:
+    """Check what can be known of a new model without asking Kafka.
+
+    Raises:
+        ModelRefusedError: a name is not usable, or the base model is unknown or can't be trained that way.
+    """
+    _check_names(account=account, project=project, name=name)
+    check_base_model(settings, model)
+
+
 def check_base_model(settings: Settings, model: ModelSettings) -> None:
     """Raise `ModelRefusedError` unless the catalogue has the base model and lets it be trained that way."""
     entry = settings.base_models.get(model.base_model)
     if entry is None:
         there = ", ".join(sorted(settings.base_models)) or "none: name some under base_models in the file that HEADRACE_CONFIG names"
-        raise ModelRefusedError(f"base_model: {model.base_model!r} is not in the catalogue; there are {there}")
+        raise ModelRefusedError(f"base_model: {model.base_model!r} is not in the catalogue; there are {there}", "base_model")
     if model.adaptation not in entry.trainable:
         raise ModelRefusedError(
-            f"adaptation: {model.base_model!r} can be trained as {' or '.join(entry.trainable)}, not {model.adaptation}"
+            f"adaptation: {model.base_model!r} can be trained as {' or '.join(entry.trainable)}, not {model.adaptation}", "adaptation"
         )
 
 
@@ -299,4 +330,4 @@ async def _read(settings: Settings, model_id: str | None) -> dict[str, ModelView
 def _check_names(**names: str) -> None:
     for field, value in names.items():
         if not 1 <= len(value) <= 128 or not value.isprintable() or value != value.strip():
-            raise ModelRefusedError(f"{field}: {value[:140]!r} must have 1 to 128 printable characters, without blanks around them")
+            raise ModelRefusedError(f"{field}: {value[:140]!r} must have 1 to 128 printable characters, without blanks around them", field)
