@@ -33,6 +33,7 @@ def test_topics_are_cleaned_up_as_the_design_says():
         "weights",
         "weight-acks",
         "jobs",
+        "gateway",
     }
     assert configs["steps"]["retention.ms"] == "-1"
     assert configs["steps"]["retention.bytes"] == "-1"
