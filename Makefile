@@ -20,8 +20,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/headrace demo $(ARGS)
 
+# Two files of tests at a time; WORKERS=0 for one after the other, as a debugger needs it.
+WORKERS ?= 2
 test: $(STAMP)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 # The hosted services' own clients, unmodified, against Kafka, worker, engine and gateway; part of `make test` too.
 conformance: $(STAMP)
@@ -45,14 +47,16 @@ types: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-# What is generated from the code: JSON Schemas and the AsyncAPI document.
+# What is generated from the code: JSON Schemas, the AsyncAPI and the OpenAPI document.
 docs: $(STAMP)
 	$(BIN)/headrace docs jsonschema --out schemas/json
 	$(BIN)/headrace docs asyncapi --out schemas/asyncapi.yaml
+	$(BIN)/headrace docs openapi --out schemas/openapi.json
 
 docs-check: $(STAMP)
 	$(BIN)/headrace docs jsonschema --out schemas/json --check
 	$(BIN)/headrace docs asyncapi --out schemas/asyncapi.yaml --check
+	$(BIN)/headrace docs openapi --out schemas/openapi.json --check
 
 # Exact versions for every supported Python and platform, from the ranges in pyproject.toml.
 constraints: $(STAMP)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-docs = typer.Typer(help="Generate the AsyncAPI document and the JSON Schemas.", no_args_is_help=True)
+docs = typer.Typer(help="Generate the AsyncAPI and OpenAPI documents and the JSON Schemas.", no_args_is_help=True)
 
 _Check = Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 and name the files that differ.")]
 
@@ -19,6 +19,14 @@ def asyncapi(out: Annotated[Path, typer.Option(help="The YAML file.")] = Path("s
     from headrace.consumers.asyncapi import asyncapi_yaml  # noqa: PLC0415 - `headrace --help` stays fast
 
     _settle({out: asyncapi_yaml()}, stale=[], check=check)
+
+
+@docs.command()
+def openapi(out: Annotated[Path, typer.Option(help="The JSON file.")] = Path("schemas/openapi.json"), check: _Check = False) -> None:
+    """Every path of the gateway, as OpenAPI 3.1."""
+    from headrace.gateway.openapi import openapi_json  # noqa: PLC0415 - `headrace --help` stays fast
+
+    _settle({out: openapi_json()}, stale=[], check=check)
 
 
 @docs.command()
