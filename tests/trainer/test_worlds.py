@@ -90,7 +90,11 @@ def test_zero_on_one_rank_trains_the_same_weights(make_plan: Plans, stage: Stage
 def test_two_ranks_train_the_same_weights_at_every_zero_stage(two_ranks: tuple[Stage, RankWorld], make_plan: Plans, adaptation: str):
     _, world = two_ranks
     alone = three_steps(TrainingEngine(ONE_THREAD).run, make_plan, "alone", config=SMALL_ROWS, adaptation=adaptation)
-    together = three_steps(world.run, make_plan, "together", config=SMALL_ROWS, adaptation=adaptation)
+    evaluation = random_groups(9, groups=5)
+    evaluated = three_steps(
+        TrainingEngine(ONE_THREAD).run, make_plan, "evaluated", config=SMALL_ROWS, adaptation=adaptation, evaluation=evaluation
+    )
+    together = three_steps(world.run, make_plan, "together", config=SMALL_ROWS, adaptation=adaptation, evaluation=evaluation)
     assert furthest(together[1], alone[1]) < 1e-6
     for mine, theirs in zip(together[0], alone[0], strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
@@ -98,6 +102,9 @@ def test_two_ranks_train_the_same_weights_at_every_zero_stage(two_ranks: tuple[S
         # Every rank's tokens are in the metrics.
         assert mine.metrics["ess_tokens"] == pytest.approx(theirs.metrics["ess_tokens"], rel=1e-5)
         assert mine.metrics["trainable_tokens"] == theirs.metrics["trainable_tokens"]
+    for mine, theirs in zip(together[0], evaluated[0], strict=True):
+        for name in ("eval/loss", "eval/ratio_mean", "eval/reward_weighted", "eval/kl_behaviour"):
+            assert mine.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-4), name
     assert together[0][0].fingerprint.world_size == 2
 
 

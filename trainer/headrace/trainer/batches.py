@@ -51,6 +51,21 @@ def policy_updates(groups: Sequence[TokenizedGroup], options: StepOptions, shape
     return [_scaled(replace(whole, micro_steps=part, trajectories=_count(part, whole.owners)), total) for part in parts]
 
 
+def whole_update(groups: Sequence[TokenizedGroup], options: StepOptions, shape: RowShape, version: int, length: int | None) -> PackedUpdate:
+    """Every trajectory with a sampled token, also of groups without variance: those weigh nothing. For passes that train nothing."""
+    credited = {
+        (credit.group, credit.trajectory): credit
+        for credit in batch_credits(groups, options.advantages, options.aggregation, options.aggregation_constant)
+    }
+    credits_K = [
+        credited.get((g, t)) or Credit(group=g, trajectory=t, advantage=0.0, weight=0.0, trainable_tokens=trajectory.trainable_tokens)
+        for g, group in enumerate(groups)
+        for t, trajectory in enumerate(group.trajectories)
+        if trajectory.trainable_tokens > 0
+    ]
+    return _pack(groups, credits_K, length, shape, version)
+
+
 def sft_updates(groups: Sequence[TokenizedGroup], config: SftConfig, shape: RowShape, seed: int, length: int | None) -> list[PackedUpdate]:
     """The updates of a supervised job: batches of `batch_size` examples, epoch after epoch."""
     places = [(g, t) for g, group in enumerate(groups) for t in range(len(group.trajectories))]

@@ -14,25 +14,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from headrace.core.errors import HeadraceError
 from headrace.schemas.state import Fingerprint, TrainingScalars
 from headrace.trainer.batches import RowShape, policy_updates, sft_options, sft_updates
 from headrace.trainer.deepspeed_setup import device, join_world, over_ranks
-from headrace.trainer.learning_rate import sft_rate, update_rate
-from headrace.trainer.metrics import TokenStats, batch_metrics, peak_memory, reset_peak_memory, token_metrics
+from headrace.trainer.logprobs_file import write_logprobs
+from headrace.trainer.metrics import batch_metrics, peak_memory, reset_peak_memory, token_metrics
 from headrace.trainer.options import StepOptions, resolve
+from headrace.trainer.passes import Passed, StepPasses
+from headrace.trainer.placed import placed_rows
 from headrace.trainer.plan import BaseSource, Saved, SavePlan, StateKey, StepPlan, StepResult
-from headrace.trainer.reference import as_reference
 from headrace.trainer.resident import Loaded, Resident
-from headrace.trainer.reward_trend import add, multiplier, reward_deviation
+from headrace.trainer.reward_trend import add, reward_deviation
 from headrace.trainer.rows import PackedUpdate
 from headrace.trainer.rows_out import write_rows
 from headrace.trainer.training_state import check_finite, save_state
-from headrace.trainer.update import PerRow, Updated, Updater, UpdateSettings, joined, without_dropout
+from headrace.trainer.update import joined
 from headrace.trainer.world import Seat, WorldSettings
 
 logger = logging.getLogger(__name__)
@@ -96,29 +95,33 @@ class TrainingEngine:
         seed = seed_of(plan)
         torch.manual_seed(seed)
         clock.lap("prepare")
-        updates = self._updates(plan, options, loaded, seed)
+        shape = RowShape(
+            tokens=self._world.tokens_per_pass or TOKENS[device().type], ranks=self._world.size, alone=loaded.scorer.width is None
+        )
+        updates = self._updates(plan, options, shape, seed)
         clock.lap("pack")
-        done, rates = self._train(loaded, plan, options, updates, clock)
-        stats = self._gather([stat for updated in done for stat in updated.stats])
-        clock.lap("update")
+        passed = StepPasses(loaded, plan, options, self._world, self._seat).run(updates, shape, clock.lap)
+        done, packed = passed.done, passed.packed
         key = plan.becomes or replace(plan.state, step=plan.state.step + 1, attempt=plan.attempt)
         self._write(loaded, plan, options, updates, key)
         if self._seat.rank == 0:
-            write_rows(Path(plan.out_dir, "rows"), plan, key, updates, stats, ranks=self._world.size, seed=seed)
+            self._write_tokens(plan, key, passed, seed)
         self._resident.is_now(key)
         clock.lap("write")
         loss = sum(updated.loss for updated in done) / len(done) if done else None
         norm = max((updated.grad_norm for updated in done), default=None)
         peak = over_ranks(torch.tensor([peak_memory()], dtype=torch.float64), torch.distributed.ReduceOp.MAX)
-        metrics = batch_metrics(plan.groups, updates) | {"peak_memory_bytes": float(peak)} | clock.phases
+        metrics = batch_metrics(plan.groups, packed) | {"updates": float(len(done)), "peak_memory_bytes": float(peak)} | clock.phases
+        metrics |= {f"eval/{name}": value for name, value in passed.evaluation.items()}
+        metrics |= token_metrics(joined(passed.stats)) if passed.stats else {}  # at other ranks than 0 perhaps none
         if loss is not None and norm is not None:
             seconds = clock.phases["seconds_update"]
-            metrics |= (token_metrics(joined(stats)) if stats else {}) | {  # at other ranks than 0 perhaps none
+            metrics |= {
                 "loss": loss,
                 "policy_loss": sum(updated.policy_loss for updated in done) / len(done),
                 "kl_loss": sum(updated.kl_loss for updated in done) / len(done),
                 "grad_norm": norm,
-                "learning_rate": rates[-1],
+                "learning_rate": passed.rates[-1],
                 "tokens_per_second": metrics["tokens"] / seconds if seconds > 0 else 0.0,
             }
         return StepResult(
@@ -127,10 +130,10 @@ class TrainingEngine:
             updates=len(done),
             loss=loss,
             grad_norm=norm,
-            num_sequences=sum(1 for update in updates for _ in update.rows),
-            tokens=sum(len(row) for update in updates for row in update.rows),
+            num_sequences=sum(1 for update in packed for _ in update.rows),
+            tokens=sum(len(row) for update in packed for row in update.rows),
             metrics=metrics,
-            plan_digest=_digest(updates),
+            plan_digest=_digest(packed),
             seed=seed,
             weights_format=loaded.writer.format,
             seconds=time.perf_counter() - began,
@@ -153,71 +156,21 @@ class TrainingEngine:
                 self._warned.add((model_id, warning))
                 logger.warning("model %s: %s", model_id, warning)
 
-    def _updates(self, plan: StepPlan, options: StepOptions, loaded: Loaded, seed: int) -> list[PackedUpdate]:
-        shape = RowShape(
-            tokens=self._world.tokens_per_pass or TOKENS[device().type], ranks=self._world.size, alone=loaded.scorer.width is None
-        )
+    @staticmethod
+    def _updates(plan: StepPlan, options: StepOptions, shape: RowShape, seed: int) -> list[PackedUpdate]:
+        if plan.forward_only:
+            return []
         if plan.sft is not None:
             return sft_updates(plan.groups, plan.sft, shape, seed, options.packed_sequence_length)
         return policy_updates(plan.groups, options, shape, plan.state.step)
 
-    def _train(
-        self, loaded: Loaded, plan: StepPlan, options: StepOptions, updates: Sequence[PackedUpdate], clock: _Clock
-    ) -> tuple[list[Updated], list[float]]:
-        """All updates of the step, and the rate of each."""
-        if not updates:
-            return [], []
-        without_dropout(loaded.trainable.engine.module, recompute=self._world.activation_checkpointing)
-        updater = Updater(loaded.trainable, loaded.scorer, options, rank=self._seat.rank, ranks=self._world.size)
-        reference: list[PerRow] | None = None
-        if options.needs_reference:
-            if plan.reference is None:
-                raise HeadraceError("the config asks for KL to a reference policy, and the plan brings none")
-            adaptation = loaded.settings.adaptation
-            with as_reference(plan.reference, plan.base, loaded.trainable, loaded.model, adaptation):
-                reference = [updater.score(update) for update in updates]
-        old = [updater.score(update) for update in updates] if options.loss.recompute_old else None
-        clock.lap("score")
-        done, rates = [], []
-        for i, update in enumerate(updates):
-            settings = self._settings(plan, options, update, i, len(updates))
-            rates.append(settings.rate)
-            done.append(
-                updater.run(update, settings, old=None if old is None else old[i], reference=None if reference is None else reference[i])
-            )
-        return done, rates
-
-    @staticmethod
-    def _settings(plan: StepPlan, options: StepOptions, update: PackedUpdate, i: int, updates: int) -> UpdateSettings:
-        optimizer = plan.settings.optimizer
-        if plan.sft is not None:
-            rate = sft_rate(plan.sft, i, updates)
-            return UpdateSettings(rate=rate, weight_decay=plan.sft.weight_decay, max_grad_norm=plan.sft.max_grad_norm)
-        rate = update_rate(
-            options.learning_rate,
-            optimizer,
-            plan.scalars.updates + i,
-            reward_multiplier=multiplier(plan.scalars.reward_trend) if options.scale_rate_by_reward_deviation else 1.0,
-            trajectories=update.trajectories,
-            power=options.trajectories_power,
-        )
-        return UpdateSettings(rate=rate, weight_decay=optimizer.weight_decay, max_grad_norm=optimizer.max_grad_norm)
-
     @staticmethod
     def _scalars(plan: StepPlan, updates: int) -> TrainingScalars:
         trend = plan.scalars.reward_trend
-        deviation = None if plan.sft is not None else reward_deviation(plan.groups)
+        deviation = None if plan.sft is not None or plan.forward_only else reward_deviation(plan.groups)
         if deviation is not None:
             trend = add(trend, plan.state.step + 1, deviation)
         return TrainingScalars(updates=plan.scalars.updates + (updates if plan.sft is None else 0), reward_trend=trend)
-
-    def _gather(self, stats: list[TokenStats]) -> list[TokenStats]:
-        """Every rank's share at rank 0."""
-        if self._world.size == 1:
-            return stats
-        shares: list[Any] | None = [None] * self._world.size if self._seat.rank == 0 else None
-        torch.distributed.gather_object(stats, shares, dst=0)
-        return stats if shares is None else [stat for share in shares for stat in share]
 
     def preload(self, base: BaseSource) -> None:
         """Load a base model that the first plan will need; another base drops it."""
@@ -256,6 +209,13 @@ class TrainingEngine:
             from headrace.trainer.plots import plot_rows  # noqa: PLC0415 - draws with matplotlib, seldom asked for
 
             plot_rows(updates, out_dir / "plots")
+
+    def _write_tokens(self, plan: StepPlan, key: StateKey, passed: Passed, seed: int) -> None:
+        ranks = self._world.size
+        if plan.forward_only:
+            write_logprobs(Path(plan.out_dir, "logprobs"), key, plan.groups, placed_rows(passed.packed, passed.stats, ranks))
+        else:
+            write_rows(Path(plan.out_dir, "rows"), plan, key, passed.packed, passed.stats, ranks=ranks, seed=seed)
 
 
 def _digest(updates: Sequence[PackedUpdate]) -> str:

@@ -8,7 +8,9 @@ reference service; `epsilon_high` said as null means "same as epsilon", absent i
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.schemas.training import KL_REFERENCES, LossAggregation, TrainConfig
+from headrace.schemas.merging import merged_config as merged_config  # noqa: PLC0414 - whoever resolves a config merged it before
+from headrace.schemas.merging import without_effect
+from headrace.schemas.training import LossAggregation, TrainConfig
 
 LossKind = Literal["cispo", "ppo"]
 RatioLevel = Literal["token", "sequence", "average", "geometric_average"]
@@ -138,7 +140,7 @@ def resolve(config: TrainConfig) -> StepOptions:
         plot_tensors=bool(config.plot_tensors),
         scale_rate_by_reward_deviation=bool(config.scale_learning_rate_by_reward_std_dev),
         trajectories_power=config.num_trajectories_learning_rate_multiplier_power or 0.0,
-        warnings=_warnings(config),
+        warnings=without_effect(config),
     )
 
 
@@ -148,39 +150,3 @@ def _epsilon_high(config: TrainConfig, kind: LossKind, epsilon: float) -> float:
     if kind == "ppo" or "epsilon_high" in config.model_fields_set:
         return epsilon
     return 4.0
-
-
-def _warnings(config: TrainConfig) -> tuple[str, ...]:
-    found = []
-    if config.truncated_importance_sampling and not config.precalculate_logprobs:
-        found.append(
-            "truncated_importance_sampling does nothing without precalculate_logprobs: the ratio to the sampler is in the loss already, "
-            "and a second factor would apply it twice"
-        )
-    if config.kl_penalty_coef and config.kl_loss_coef:
-        found.append("kl_penalty_coef and kl_loss_coef are both set: KL to the reference acts twice, on advantages and in the loss")
-    if not (config.kl_penalty_coef or config.kl_loss_coef):
-        named = [name for name in KL_REFERENCES if getattr(config, name) is not None]
-        found.extend(f"{name} does nothing without kl_penalty_coef or kl_loss_coef" for name in named)
-    return tuple(found)
-
-
-def merged_config(model: TrainConfig, job: TrainConfig | None) -> TrainConfig:
-    """The job's options over the model's. A null means "use the default", so it hides nothing of the model's, but for `epsilon_high`,
-    where an explicit null has a meaning of its own (the same as `epsilon`).
-
-    Example: model learning_rate 1e-3, job `{"learning_rate": null, "ppo": true}` gives learning_rate 1e-3 and ppo.
-    """
-    if job is None:
-        return model
-    chosen = {**model.model_dump(exclude_none=True), **job.model_dump(exclude_none=True)}
-    for config in (model, job):
-        if "epsilon_high" in config.model_fields_set and config.epsilon_high is None:
-            chosen.setdefault("epsilon_high", None)
-    # Where the job says one of several names for a thing, what the model said by another is no longer meant.
-    for names in (("loss_fn", "ppo"), KL_REFERENCES, ("loss_aggregation", "loss_aggregation_constant")):
-        said = [name for name in names if getattr(job, name) is not None]
-        for name in names:
-            if said and name not in said:
-                chosen.pop(name, None)
-    return TrainConfig.model_validate(chosen)

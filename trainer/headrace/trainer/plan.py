@@ -7,6 +7,9 @@ was never committed (exactly-once rule 5). Gives up: sharing memory; a plan is p
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from headrace.schemas.report import RowsKept
 from headrace.schemas.state import Fingerprint, TrainingScalars
 from headrace.schemas.training import ModelSettings, SftConfig, TrainConfig
@@ -36,11 +39,15 @@ class BaseSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlReference:
-    """The policy that KL is measured against."""
+    """The policy that KL is measured against: the base model, stored weights, or what it said of the tokens themselves."""
 
-    kind: Literal["base", "weights"]
+    kind: Literal["base", "weights", "logprobs"]
     folder: str | None = None
     """`weights`: a local folder as `WeightsWriter` writes it (a peft adapter, or a whole model for full training)."""
+    logprobs: tuple[npt.NDArray[np.float32], ...] = ()
+    """`logprobs`: of the sampled tokens of each sequence of the plan's groups, in their order; NaN where it says nothing."""
+    evaluation: tuple[npt.NDArray[np.float32], ...] = ()
+    """`logprobs`: the same for the plan's evaluation set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +65,17 @@ class StepPlan:
     groups: tuple[TokenizedGroup, ...]
     sft: SftConfig | None = None
     """Supervised fine-tuning on the groups' trajectories instead of a policy-gradient step; rewards count for nothing then."""
+    forward_only: bool = False
+    """Compute the groups' log-probabilities and train nothing: the new state has the old one's bits."""
+    evaluation: tuple[TokenizedGroup, ...] = ()
+    """Scored with the new state, without training on it."""
     scalars: TrainingScalars = field(default_factory=TrainingScalars)
     """Of the state to start from."""
     reference: KlReference | None = None
     """Needed where the config asks for a KL term."""
     load_from: str | None = None
-    """Local folder of the snapshot of `state`; needed where the rank does not hold that state and its step is above 0."""
+    """Local folder of the snapshot of `state`; needed where the rank does not hold that state and its step is above 0. At step 0: of the
+    weights that the model begins with, null for the base model's."""
     becomes: StateKey | None = None
     """The new state's identity, where it is not the next step of the same model: a fork's, or after a rebase. `groups` is empty then."""
     snapshot: bool = True
@@ -71,7 +83,7 @@ class StepPlan:
     report_rows: RowsKept = "none"
     """How many of the packed rows are written."""
     out_dir: str
-    """Local folder: the rank writes `weights/` and, where asked for, `snapshot/`, `rows/` and `plots/` into it."""
+    """Local folder: the rank writes `weights/` and, where asked for, `snapshot/`, `rows/`, `plots/` and `logprobs/` into it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +109,7 @@ class StepResult:
     scalars: TrainingScalars
     """Of the new state."""
     updates: int
-    """Optimizer updates: 0 when nothing could be trained."""
+    """Optimizer updates: 0 when nothing could be trained, or was to be."""
     loss: float | None
     """Mean over the updates of each one's loss: the sum over its sampled tokens of loss times coefficient; None without an update."""
     grad_norm: float | None

@@ -11,23 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-
-from headrace.core.errors import HeadraceError
 from headrace.trainer.plan import BaseSource, KlReference
 from headrace.trainer.shards import Tensors, Trainable
-from headrace.trainer.training_state import check_fits, from_rank_0
-from headrace.trainer.weights_out import ADAPTER, WHOLE, WeightsFormat
-
-CONFIG = "adapter_config.json"
-# What peft multiplies an adapter's product by depends on these: its tensors alone do not tell.
-_SCALE: dict[str, object] = {"r": None, "lora_alpha": None, "use_rslora": False, "alpha_pattern": {}, "rank_pattern": {}}
-
-
-class KlReferenceError(HeadraceError):
-    """A reference policy that can't be used; says which and why."""
+from headrace.trainer.training_state import from_rank_0
+from headrace.trainer.weights_in import StoredWeightsError, read_weights
+from headrace.trainer.weights_out import WeightsFormat
 
 
 @contextmanager
@@ -66,31 +54,5 @@ def _read(
         original = load_base(base)
         return {name: parameter.detach() for name, parameter in original.named_parameters() if name in trainable.parameters}
     if reference.folder is None:
-        raise KlReferenceError("the KL reference is a set of weights, but no folder of them was given")
-    path = Path(reference.folder, ADAPTER if adaptation == "lora" else WHOLE)
-    if not path.is_file():
-        raise KlReferenceError(f"the KL reference has no {path.name}: a model trained as {adaptation} needs one")
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise KlReferenceError(f"the KL reference {path.name} can't be read, it may be truncated: {error}") from error
-    if adaptation == "lora":
-        _check_scale(path.with_name(CONFIG), model)
-        # peft's files leave the adapter's name out of the parameters' names.
-        tensors = {name.removesuffix(".weight") + ".default.weight": tensor for name, tensor in tensors.items()}
-    found = {name: tensors[name] for name in trainable.parameters if name in tensors}
-    check_fits(found if len(found) == len(tensors) else tensors, trainable.parameters, f"the KL reference {path.name}")
-    return found
-
-
-def _check_scale(path: Path, model: Any) -> None:  # noqa: ANN401 - as above
-    """The reference is computed with the model's own scale, so the adapter must have been trained with it."""
-    try:
-        config = orjson.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise KlReferenceError(f"the KL reference has no readable {path.name}: {error}") from error
-    own = model.peft_config["default"]
-    for name, default in _SCALE.items():
-        found, needed = config.get(name, default) or default, getattr(own, name) or default
-        if found != needed:
-            raise KlReferenceError(f"{name} is {found} in the KL reference {path.name}, the model's is {needed}: they must agree")
+        raise StoredWeightsError("the KL reference is a set of weights, but no folder of them was given")
+    return read_weights(Path(reference.folder), trainable, model, adaptation, what="the KL reference")

@@ -7,6 +7,7 @@ Gives up: several models side by side.
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from headrace.trainer.forward import Scorer
 from headrace.trainer.model import adapt, load_base, self_test, trainable_parameters
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan
 from headrace.trainer.shards import Trainable
-from headrace.trainer.training_state import load_state
+from headrace.trainer.training_state import from_rank_0, load_state
+from headrace.trainer.weights_in import read_weights
 from headrace.trainer.weights_out import WeightsWriter
 from headrace.trainer.world import WorldSettings
 
@@ -90,9 +92,17 @@ class Resident:
         if loaded is None or not fits or plan.state.step == 0:
             loaded = self._load(plan)
         self._state = None
-        if plan.load_from is not None:
+        if plan.load_from is not None and plan.state.step == 0:
+            self._begin_with(Path(plan.load_from), loaded)
+        elif plan.load_from is not None:
             load_state(Path(plan.load_from), plan.state, loaded.trainable)
         return loaded
+
+    @staticmethod
+    def _begin_with(folder: Path, loaded: Loaded) -> None:
+        """A model whose version 0 is stored weights; its optimizer is new."""
+        read = partial(read_weights, folder, loaded.trainable, loaded.model, loaded.settings.adaptation, what="the warm start")
+        loaded.trainable.set_parameters(from_rank_0(read))
 
     def _load(self, plan: StepPlan) -> Loaded:
         self.drop()  # frees the memory of the former model first

@@ -28,7 +28,6 @@ touched. Gives up: padding rows of ranks that had none left, and sequences witho
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +39,15 @@ from safetensors.numpy import save_file
 from headrace.schemas.report import ROWS_FILE
 from headrace.trainer.groups import TokenSequence
 from headrace.trainer.metrics import TokenStats
+from headrace.trainer.placed import PlacedRow, placed_rows, sequence_blocks
 from headrace.trainer.plan import StateKey, StepPlan
-from headrace.trainer.rows import Owner, PackedRow, PackedUpdate
+from headrace.trainer.rows import Owner, PackedUpdate
 
 LAYOUT = "headrace.rows.v1"
 SAMPLE = 8
 """Rows of a sample."""
 
 Arrays = dict[str, npt.NDArray[Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Placed:
-    """A row, where it stood, and what its targets came to."""
-
-    update: int
-    micro_step: int
-    rank: int
-    row: PackedRow
-    owners: Sequence[Owner]
-    stats: TokenStats
 
 
 def write_rows(
@@ -78,7 +66,7 @@ def write_rows(
     """
     if plan.report_rows == "none":
         return
-    placed = _placed(updates, stats, ranks)
+    placed = placed_rows(updates, stats, ranks)
     if not placed:
         return
     numbers = np.arange(len(placed))
@@ -99,19 +87,7 @@ def write_rows(
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, folder / ROWS_FILE, metadata)
 
 
-def _placed(updates: Sequence[PackedUpdate], stats: Sequence[TokenStats], ranks: int) -> list[_Placed]:
-    """Update by update, micro step by micro step, rank by rank."""
-    found = []
-    remaining = iter(stats)
-    for rank in range(ranks):
-        for u, update in enumerate(updates):
-            for m, step in enumerate(update.micro_steps):
-                if (row := step[rank]) is not None:
-                    found.append(_Placed(update=u, micro_step=m, rank=rank, row=row, owners=update.owners, stats=next(remaining)))
-    return sorted(found, key=lambda placed: (placed.update, placed.micro_step, placed.rank))
-
-
-def _rows(kept: Sequence[_Placed], numbers: npt.NDArray[np.int64]) -> Arrays:
+def _rows(kept: Sequence[PlacedRow], numbers: npt.NDArray[np.int64]) -> Arrays:
     return {
         "row_numbers": numbers.astype(np.int32),
         "row_updates": _ints(placed.update for placed in kept),
@@ -119,7 +95,7 @@ def _rows(kept: Sequence[_Placed], numbers: npt.NDArray[np.int64]) -> Arrays:
         "row_ranks": _ints(placed.rank for placed in kept),
         "row_columns": _cumulative(len(placed.row) for placed in kept),
         "row_segments": _cumulative(len(placed.row.starts_G) for placed in kept),
-        "row_sequences": _cumulative(len(_blocks(placed.row)) for placed in kept),
+        "row_sequences": _cumulative(len(sequence_blocks(placed.row)) for placed in kept),
         "column_token_ids": np.concatenate([placed.row.token_ids_T for placed in kept]),
         "column_position_ids": np.concatenate([placed.row.position_ids_T for placed in kept]),
         "segment_starts": np.concatenate([placed.row.starts_G for placed in kept]),
@@ -127,11 +103,11 @@ def _rows(kept: Sequence[_Placed], numbers: npt.NDArray[np.int64]) -> Arrays:
     }
 
 
-def _sequences(kept: Sequence[_Placed], plan: StepPlan) -> Arrays:
+def _sequences(kept: Sequence[PlacedRow], plan: StepPlan) -> Arrays:
     owners: list[Owner] = []
     tokens: list[Arrays] = []
     for placed in kept:
-        for block in _blocks(placed.row):
+        for block in sequence_blocks(placed.row):
             owner = placed.owners[int(placed.row.branches_N[block.start])]
             owners.append(owner)
             tokens.append(_tokens(plan.groups[owner.group].trajectories[owner.trajectory].sequences[owner.sequence], placed, block))
@@ -144,13 +120,7 @@ def _sequences(kept: Sequence[_Placed], plan: StepPlan) -> Arrays:
     }
 
 
-def _blocks(row: PackedRow) -> list[slice]:
-    """The targets of each sequence stand together."""
-    starts = np.flatnonzero(np.diff(row.branches_N, prepend=-1)).tolist()
-    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(row.branches_N)], strict=True)]
-
-
-def _tokens(sequence: TokenSequence, placed: _Placed, block: slice) -> Arrays:
+def _tokens(sequence: TokenSequence, placed: PlacedRow, block: slice) -> Arrays:
     at = np.flatnonzero(sequence.trainable)
     stats = placed.stats
 

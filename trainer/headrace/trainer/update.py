@@ -18,7 +18,7 @@ from headrace.core.errors import HeadraceError
 from headrace.trainer.deepspeed_setup import device, over_ranks, set_clip
 from headrace.trainer.forward import RowTensors, Scorer
 from headrace.trainer.kl import adjusted_advantages, kl_terms
-from headrace.trainer.loss import LossTokens, policy_loss
+from headrace.trainer.loss import LossOutput, LossTokens, policy_loss
 from headrace.trainer.metrics import TokenStats
 from headrace.trainer.options import StepOptions
 from headrace.trainer.rows import PackedRow, PackedUpdate
@@ -37,14 +37,20 @@ class UpdateSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Updated:
-    """What an update did; the same on all ranks but for `stats`, which is this rank's share."""
+class Scored:
+    """What the loss of some rows came to; the same on all ranks but for `stats`, which is this rank's share."""
 
     loss: float
     policy_loss: float
     kl_loss: float
-    grad_norm: float
     stats: tuple[TokenStats, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated(Scored):
+    """What an update did."""
+
+    grad_norm: float
 
 
 class Updater:
@@ -75,6 +81,23 @@ class Updater:
         """Log-probabilities of the targets of this rank's rows under the model as it is: float[N] for each row."""
         return [self._forward(row)[0] for row in self.own_rows(update)]
 
+    @torch.no_grad()
+    def evaluate(self, update: PackedUpdate, *, old: PerRow | None, reference: PerRow | None) -> Scored:
+        """The loss of rows under the model as it is. Nothing of the model changes; the arguments are those of `run`."""
+        rows = self.own_rows(update)
+        advantages = self._advantages(update, rows, reference)
+        sums = torch.zeros(3, dtype=torch.float64)
+        stats = []
+        for i, row in enumerate(rows):
+            new_N, entropy_N = self._forward(row)
+            tokens = self._tokens(row, advantages[i], _at(old, i), _at(reference, i))
+            output = policy_loss(new_N, tokens, self._options.loss)
+            sums += _sums(output)
+            if row is not _EMPTY:
+                stats.append(_stats(row, new_N, entropy_N, tokens, output))
+        total, policy, kl = over_ranks(sums).tolist()
+        return Scored(loss=total, policy_loss=policy, kl_loss=kl, stats=tuple(stats))
+
     def run(self, update: PackedUpdate, settings: UpdateSettings, *, old: PerRow | None, reference: PerRow | None) -> Updated:
         """One optimizer update.
 
@@ -100,18 +123,11 @@ class Updater:
             last = i == len(rows) - 1
             engine.set_gradient_accumulation_boundary(last)
             new_N, entropy_N = self._forward(row)
-            tokens = LossTokens(
-                old_N=self._tensor(row.logprobs_N) if old is None else old[i],
-                behaviour_N=self._tensor(row.logprobs_N),
-                reference_N=None if reference is None else reference[i],
-                advantages_N=advantages[i],
-                weights_N=self._tensor(row.weights_N),
-                branches_N=self._tensor(row.branches_N),
-            )
+            tokens = self._tokens(row, advantages[i], _at(old, i), _at(reference, i))
             output = policy_loss(new_N, tokens, self._options.loss)
             # DeepSpeed takes the mean over ranks; the weights already make a sum of it.
             engine.backward(output.total * self._ranks)
-            sums += torch.tensor([float(output.total.detach()), float(output.policy), float(output.kl_loss)], dtype=torch.float64)
+            sums += _sums(output)
             if row is not _EMPTY:
                 stats.append(_stats(row, new_N, entropy_N, tokens, output))
             if last and self._trainable.zero_stage == 0:
@@ -126,13 +142,26 @@ class Updater:
         tensors = RowTensors.of(row, self._device, self._scorer.width)
         return self._scorer.score(self._trainable.engine, tensors, self._options.logprob_chunk)
 
+    def _tokens(
+        self, row: PackedRow, advantages_N: torch.Tensor, old_N: torch.Tensor | None, reference_N: torch.Tensor | None
+    ) -> LossTokens:
+        behaviour_N = self.tensor(row.logprobs_N)
+        return LossTokens(
+            old_N=behaviour_N if old_N is None else old_N,
+            behaviour_N=behaviour_N,
+            reference_N=reference_N,
+            advantages_N=advantages_N,
+            weights_N=self.tensor(row.weights_N),
+            branches_N=self.tensor(row.branches_N),
+        )
+
     def _advantages(self, update: PackedUpdate, rows: Sequence[PackedRow], reference: PerRow | None) -> PerRow:
         """Advantages of each row's targets, with the KL penalty in them where there is one."""
-        plain = [self._tensor(row.advantages_N) for row in rows]
+        plain = [self.tensor(row.advantages_N) for row in rows]
         kl = self._options.kl
         if reference is None or not kl.coef:
             return plain
-        sampled = [self._tensor(row.logprobs_N) for row in rows]
+        sampled = [self.tensor(row.logprobs_N) for row in rows]
         # Every rank knows the whole plan, so all decide alike whether another pass is needed.
         missing = any(bool(np.isnan(row.logprobs_N).any()) for row in update.rows)
         if kl.source == "current_learner" or missing:
@@ -145,7 +174,8 @@ class Updater:
         total, count = over_ranks(sums).tolist()
         return [adjusted_advantages(a, t, total / count, kl.coef) for a, t in zip(plain, terms, strict=True)]
 
-    def _tensor(self, array: Any) -> torch.Tensor:  # noqa: ANN401 - any numpy array
+    def tensor(self, array: Any) -> torch.Tensor:  # noqa: ANN401 - any numpy array
+        """An array on this rank's device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
     @staticmethod
@@ -175,7 +205,15 @@ def joined(stats: Sequence[TokenStats]) -> TokenStats:
     return TokenStats(**{field.name: column(field.name) for field in fields(TokenStats)})
 
 
-def _stats(row: PackedRow, new_N: torch.Tensor, entropy_N: torch.Tensor, tokens: LossTokens, output: Any) -> TokenStats:  # noqa: ANN401
+def _at(rows: PerRow | None, i: int) -> torch.Tensor | None:
+    return None if rows is None else rows[i]
+
+
+def _sums(output: LossOutput) -> torch.Tensor:
+    return torch.tensor([float(output.total.detach()), float(output.policy), float(output.kl_loss)], dtype=torch.float64)
+
+
+def _stats(row: PackedRow, new_N: torch.Tensor, entropy_N: torch.Tensor, tokens: LossTokens, output: LossOutput) -> TokenStats:
     def numbers(tensor: torch.Tensor) -> Any:  # noqa: ANN401 - a numpy array
         return tensor.detach().double().cpu().numpy()
 
