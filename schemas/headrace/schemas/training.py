@@ -5,6 +5,7 @@ contradict each other with both names, so that nothing of it reaches a step. Giv
 adapter exists is known when the step is prepared), and what merely has no effect (`headrace.trainer.options` warns of that).
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -128,17 +129,34 @@ class TrainConfig(Open):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        if self.loss_fn is not None and self.ppo is not None and (self.loss_fn == "ppo") != self.ppo:
-            raise ValueError(f"loss_fn={self.loss_fn!r} contradicts ppo={self.ppo}: give one of them")
-        references = [name for name in KL_REFERENCES if getattr(self, name) is not None]
-        if len(references) > 1:
-            raise ValueError(f"{' and '.join(references)} exclude each other, each names the reference of the KL term: give one of them")
-        if (self.loss_aggregation == "constant_norm") != (self.loss_aggregation_constant is not None):
-            raise ValueError(
-                f"loss_aggregation={self.loss_aggregation!r} contradicts loss_aggregation_constant={self.loss_aggregation_constant}: "
-                "constant_norm needs a constant, and the others have none"
-            )
+        found = contradictions({name: getattr(self, name) for name in type(self).model_fields})
+        if found:
+            raise ValueError("; ".join(message for _names, message in found))
         return self
+
+
+def contradictions(said: Mapping[str, object]) -> list[tuple[tuple[str, ...], str]]:
+    """Options of a training config that contradict each other: their names, and why. Whether each has a fitting value is not looked at.
+
+    Args:
+        said: Options by name; null is as not said.
+    """
+    found: list[tuple[tuple[str, ...], str]] = []
+    loss_fn, ppo = said.get("loss_fn"), said.get("ppo")
+    if loss_fn is not None and ppo is not None and (loss_fn == "ppo") != ppo:
+        found.append((("loss_fn", "ppo"), f"loss_fn={loss_fn!r} contradicts ppo={ppo}: give one of them"))
+    references = tuple(name for name in KL_REFERENCES if said.get(name) is not None)
+    if len(references) > 1:
+        message = f"{' and '.join(references)} exclude each other, each names the reference of the KL term: give one of them"
+        found.append((references, message))
+    aggregation, constant = said.get("loss_aggregation"), said.get("loss_aggregation_constant")
+    if (aggregation == "constant_norm") != (constant is not None):
+        message = (
+            f"loss_aggregation={aggregation!r} contradicts loss_aggregation_constant={constant}: "
+            "constant_norm needs a constant, and the others have none"
+        )
+        found.append((("loss_aggregation", "loss_aggregation_constant"), message))
+    return found
 
 
 def row_length_problem(train: TrainConfig, max_sequence_tokens: int) -> str | None:
