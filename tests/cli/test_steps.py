@@ -10,8 +10,9 @@ from rich.console import Console
 from safetensors.numpy import save
 from tests.cli.recorded import SOLVER, Recorded
 
-from headrace.cli import rows_text
-from headrace.cli.rows_text import RowsUnreadableError, print_rows
+from headrace.cli.rows_text import print_rows
+from headrace.core import packed_rows
+from headrace.core.packed_rows import RowsUnreadableError
 from headrace.core.reports import read_report
 from headrace.schemas.state import StepRecord
 from headrace.trainer.rows_out import LAYOUT
@@ -153,4 +154,4 @@ def test_rows_of_another_layout_are_shown_as_arrays_and_what_is_none_is_refused(
 
 
 def test_the_layout_is_the_trainers():
-    assert rows_text._LAYOUT == LAYOUT
+    assert packed_rows.LAYOUT == LAYOUT

@@ -8,24 +8,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.figures import number
-from headrace.core.errors import HeadraceError
+from headrace.core.packed_rows import Arrays, PackedRows, open_rows
 
-_LAYOUT = "headrace.rows.v1"
 _SEQUENCES = 40
 _TOKENS = 12
 """Trained tokens shown of the first sequence of each of the first rows."""
 _ROWS = 2
-
-Arrays = dict[str, npt.NDArray[Any]]
-
-
-class RowsUnreadableError(HeadraceError):
-    """The file of rows can't be shown; says why."""
 
 
 def print_rows(console: Console, body: bytes | None) -> None:
@@ -37,22 +29,22 @@ def print_rows(console: Console, body: bytes | None) -> None:
     if body is None:
         console.print("no rows were kept: set worker.report_rows to sample or all")
         return
-    arrays, metadata = _load(body)
-    if metadata.get("layout") != _LAYOUT:
+    packed = open_rows(body)
+    arrays, groups = packed.arrays, packed.groups
+    if not packed.laid_out:
         table = Table("array", "type", "shape", box=None, header_style="bold")
         for name, array in sorted(arrays.items()):
             table.add_row(name, str(array.dtype), str(list(array.shape)))
         console.print(table)
         return
-    groups: list[str] = orjson.loads(metadata["groups"])
     kept = len(arrays["row_numbers"])
-    console.print(f"\nsequences of {kept} of {metadata['rows']} rows", style="bold")
-    console.print(_sequences(arrays, groups))
+    console.print(f"\nsequences of {kept} of {packed.rows} rows", style="bold")
+    console.print(_sequences(packed))
     if (more := len(arrays["sequence_groups"]) - _SEQUENCES) > 0:
         console.print(f"and {more} more sequences")
     for row in range(min(kept, _ROWS)):
         s = int(arrays["row_sequences"][row])
-        trained = _trained(arrays, s)
+        trained = packed.trained(s)
         name = f"{groups[arrays['sequence_groups'][s]]}, trajectory {arrays['sequence_trajectories'][s]}"
         console.print(
             f"\nrow {arrays['row_numbers'][row]}: first {min(len(trained), _TOKENS)} of {len(trained)} trained tokens of {name}",
@@ -61,22 +53,8 @@ def print_rows(console: Console, body: bytes | None) -> None:
         console.print(_tokens(arrays, trained[:_TOKENS]))
 
 
-def _load(body: bytes) -> tuple[Arrays, dict[str, str]]:
-    try:
-        from safetensors import SafetensorError  # noqa: PLC0415  (part of an extra)
-        from safetensors.numpy import load  # noqa: PLC0415
-    except ImportError as error:
-        raise RowsUnreadableError("showing rows needs the package safetensors: install headrace[trainer]") from error
-    try:
-        arrays: Arrays = load(body)
-    except SafetensorError as error:
-        raise RowsUnreadableError(f"the rows are no safetensors file: {error}") from error
-    # The loader keeps the metadata to itself; it stands in the header, whose length is in the first 8 bytes.
-    header = orjson.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
-    return arrays, header.get("__metadata__") or {}
-
-
-def _sequences(arrays: Arrays, groups: list[str]) -> Table:
+def _sequences(packed: PackedRows) -> Table:
+    arrays = packed.arrays
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("row", "update", "step", "rank", "group", "trajectory", "part", "tokens", "trained", "advantage", "ratio", "lag"):
         table.add_column(heading, justify="left" if heading == "group" else "right")
@@ -85,11 +63,11 @@ def _sequences(arrays: Arrays, groups: list[str]) -> Table:
         for s in range(arrays["row_sequences"][row], arrays["row_sequences"][row + 1]):
             if s >= _SEQUENCES:
                 return table
-            at = _trained(arrays, s)
+            at = packed.trained(s)
             lags = arrays["lags"][at]
             table.add_row(
                 *place,
-                groups[arrays["sequence_groups"][s]],
+                packed.groups[arrays["sequence_groups"][s]],
                 str(arrays["sequence_trajectories"][s]),
                 str(arrays["sequence_parts"][s]),
                 str(arrays["sequence_tokens"][s + 1] - arrays["sequence_tokens"][s]),
@@ -116,13 +94,6 @@ def _tokens(arrays: Arrays, at: npt.NDArray[np.int64]) -> Table:
             *("-" if np.isnan(value) else number(value) for value in numbers),
         )
     return table
-
-
-def _trained(arrays: Arrays, sequence: int) -> npt.NDArray[np.int64]:
-    """Places of a sequence's trained tokens."""
-    first, last = arrays["sequence_tokens"][sequence : sequence + 2]
-    places: npt.NDArray[np.int64] = np.flatnonzero(arrays["trainable"][first:last]) + first
-    return places
 
 
 def _mean(values: npt.NDArray[Any]) -> str:

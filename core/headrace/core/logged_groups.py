@@ -90,19 +90,23 @@ def sampled_group(record: ConsumerRecord, store: Callable[[], ObjectStore]) -> S
         PayloadError: its payload is gone, or is not what it should be.
         StoreUnavailableError: the store did not answer.
     """
+    body, content_type, name = group_body(record, store)
+    sampled = decode_group(body, content_type)
+    if not sampled.group.group_id:
+        sampled.group.group_id = name
+    return sampled
+
+
+def group_body(record: ConsumerRecord, store: Callable[[], ObjectStore]) -> tuple[bytes, str, str]:
+    """A group as it was encoded, its content type, and what its lane calls it if it does not say. Otherwise as `sampled_group`."""
     headers = header_text(record.headers)
     name = f"{record.partition}-{record.offset}"
     if model_of(headers, GROUP_RECORDS) is GroupClaim:
         claim = claim_of(record)
-        sampled = decode_group(redeem(store(), claim), claim.content_type)
-        name = claim.group_id or name
-    elif record.value is None:
+        return redeem(store(), claim), claim.content_type, claim.group_id or name
+    if record.value is None:
         raise CodecError(DeadLetterReason.NOT_JSON, "", "the record has no value")
-    else:
-        sampled = decode_group(record.value, headers.get("content-type", JSON_TYPE))
-    if not sampled.group.group_id:
-        sampled.group.group_id = name
-    return sampled
+    return record.value, headers.get("content-type", JSON_TYPE), name
 
 
 def claim_of(record: ConsumerRecord) -> GroupClaim:

@@ -16,6 +16,10 @@ class NoReportError(HeadraceError):
     """A step has no report, or it is gone; says which, and why."""
 
 
+class RowsTooLargeError(HeadraceError):
+    """The rows of a step are more than the caller wants to read."""
+
+
 def read_report(store: ObjectStore, ref: WeightsRef | None) -> StepReport:
     """The report that a ledger record names.
 
@@ -42,19 +46,31 @@ def read_report(store: ObjectStore, ref: WeightsRef | None) -> StepReport:
         ) from error
 
 
-def read_rows(store: ObjectStore, ref: WeightsRef | None) -> bytes | None:
-    """The packed rows beside the report, a safetensors file; None where none were kept (`worker.report_rows`). Raises as `read_report`."""
+def read_rows(store: ObjectStore, ref: WeightsRef | None, limit: int | None = None) -> bytes | None:
+    """The packed rows beside the report, a safetensors file; None where none were kept (`worker.report_rows`).
+
+    Args:
+        store: Where reports are.
+        ref: `StepRecord.report`.
+        limit: Bytes that are read at most; None: all there are.
+
+    Raises:
+        RowsTooLargeError: the file is beyond the limit.
+        NoReportError, DigestMismatchError, StoreUnavailableError: as `read_report`.
+    """
     if ref is None:
         raise NoReportError("no report was kept: the ledger names none for this step")
-    return _file(store, ref, ROWS_FILE)
+    return _file(store, ref, ROWS_FILE, limit)
 
 
-def _file(store: ObjectStore, ref: WeightsRef, name: str) -> bytes | None:
+def _file(store: ObjectStore, ref: WeightsRef, name: str, limit: int | None = None) -> bytes | None:
     try:
         manifest = read_manifest(store, ref.uri, ref.digest)
         if manifest.kind != "report":
             raise NoReportError(f"{ref.uri} holds {manifest.kind}, not a report")
         file = next((file for file in manifest.files if file.path == name), None)
+        if file is not None and limit is not None and file.size > limit:
+            raise RowsTooLargeError(f"{ref.uri}/{name} has {file.size} bytes, of which at most {limit} are read")
         return None if file is None else store.get_bytes(f"{store.resolve(ref.uri)}/{name}", sha256=file.sha256)
     except ObjectNotFoundError as error:
         raise NoReportError(f"the report at {ref.uri} is gone: it was deleted from the object store ({error})") from error
