@@ -216,6 +216,6 @@ class LogView:
                 yield
         except TimeoutError as error:
             raise KafkaUnavailableError(
-                f"Kafka at {self._options['bootstrap_servers']} has not answered for {time.monotonic() - began:.0f} s: nothing was "
-                "changed; try again when it runs"
+                f"Kafka at {self._options['bootstrap_servers']} has not answered for {time.monotonic() - began:.0f} s: "
+                "try again when it runs"
             ) from error

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from aiokafka import AIOKafkaProducer, TopicPartition
-from aiokafka.errors import KafkaError, ProducerFenced
+from aiokafka.errors import InvalidProducerEpoch, KafkaError, ProducerFenced
 from aiokafka.structs import RecordMetadata
 from pydantic import BaseModel
 
@@ -29,6 +29,8 @@ SOURCE = "headrace/gateway"
 TRANSACTION_MS = 5_000
 _MAX_REQUEST_BYTES = 16 * 1024 * 1024
 _STOP_SECONDS = 5.0
+_ATTEMPTS = 2
+"""A broker that was restarted since the last request fails the first."""
 
 
 class Sealed(BaseModel):
@@ -90,7 +92,11 @@ class LogWriter:
         # Shielded: a client that hangs up ends no transaction in the middle, and the slot is free when the transaction has ended.
         task = asyncio.create_task(self._commit_in(name, records, is_in), name=f"transaction in {name}")
         task.add_done_callback(lambda _task: self._free.put_nowait(name))
-        await self._view.seen(await asyncio.shield(task))
+        places = await asyncio.shield(task)
+        try:
+            await self._view.seen(places)
+        except KafkaUnavailableError as error:
+            logger.warning("a committed transaction does not show yet: %s", error)  # it is in, and that is the answer
 
     async def _slot(self) -> str:
         try:
@@ -100,33 +106,35 @@ class LogWriter:
             raise KafkaUnavailableError("all transactions of this gateway wait for Kafka: nothing was written; try again") from error
 
     async def _commit_in(self, name: str, records: Sequence[Sealed], is_in: Callable[[], bool]) -> dict[TopicPartition, int]:
-        try:
-            async with deadline(TRANSACTION_MS / 1000):
-                producer = await self._producer(name)
-                return await _transaction(producer, records)
-        except (KafkaError, TimeoutError, AssertionError, OSError) as error:
-            await self._drop(name)
-            if isinstance(error, ProducerFenced):
-                logger.warning("another gateway has the name %s: give each its own gateway.instance", name)
-            return await self._clear_up(name, error, is_in)
+        for attempt in range(_ATTEMPTS):
+            try:
+                async with deadline(TRANSACTION_MS / 1000):
+                    producer = await self._producer(name)
+                    return await _transaction(producer, records)
+            except (KafkaError, TimeoutError, AssertionError, OSError) as error:
+                await self._drop(name)
+                if isinstance(error, ProducerFenced | InvalidProducerEpoch):
+                    logger.warning("another gateway has the name %s: give each its own gateway.instance", name)
+                if await self._cleared_up(name, error, is_in):
+                    return {}
+                if attempt + 1 == _ATTEMPTS:
+                    said = f"Kafka did not take the request ({type(error).__name__}: {error}): nothing was written; try again"
+                    raise KafkaUnavailableError(said) from error
+        raise AssertionError("the last attempt returns or raises")
 
-    async def _clear_up(self, name: str, error: BaseException, is_in: Callable[[], bool]) -> dict[TopicPartition, int]:
-        """Find out what became of a transaction; returns if it was committed."""
+    async def _cleared_up(self, name: str, error: BaseException, is_in: Callable[[], bool]) -> bool:
+        """Find out what became of a transaction: whether it was committed."""
         try:
             async with deadline(self._patience):
                 await self._producer(name)  # fences: the last transaction of this id has ended when it has started
                 await self._view.fresh()
-        except (KafkaError, TimeoutError, AssertionError, OSError) as second:
+        except (KafkaError, KafkaUnavailableError, TimeoutError, AssertionError, OSError) as second:
             await self._drop(name)
             raise KafkaUnavailableError(
                 f"Kafka did not confirm the request ({type(error).__name__}: {error}), and whether it is in is not known "
                 f"({type(second).__name__}): send it again with the same Idempotency-Key"
             ) from error
-        if is_in():
-            return {}
-        raise KafkaUnavailableError(
-            f"Kafka did not take the request ({type(error).__name__}: {error}): nothing was written; try again"
-        ) from error
+        return is_in()
 
     async def _producer(self, name: str) -> AIOKafkaProducer:
         if name not in self._producers:
@@ -168,10 +176,12 @@ async def _transaction(producer: AIOKafkaProducer, records: Sequence[Sealed]) ->
         for record in records
     ]
     # Every send is awaited: a commit after a failed one returns cleanly and loses that record (rule 2).
-    written: list[RecordMetadata] = list(await asyncio.gather(*deliveries))
-    await producer.commit_transaction()
+    written: list[RecordMetadata | BaseException] = await asyncio.gather(*deliveries, return_exceptions=True)
     places: dict[TopicPartition, int] = {}
     for delivery in written:
+        if isinstance(delivery, BaseException):
+            raise delivery
         where = TopicPartition(delivery.topic, delivery.partition)
         places[where] = max(places.get(where, -1), delivery.offset)
+    await producer.commit_transaction()
     return places
