@@ -49,6 +49,8 @@ class DatasetFact(Record):
     fault: str | None = None
     """What was wrong with the last file that was refused; null after one that was taken."""
     declared_examples: int | None = None
+    expected: tuple[str, ...] = ()
+    """Names of the files that upload addresses were asked for."""
     external_url: str | None = None
     """`s3://…`: its files are fetched by a job that brings the credentials."""
     created_at: datetime = Field(default_factory=utc_now)

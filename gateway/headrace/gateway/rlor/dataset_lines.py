@@ -1,0 +1,168 @@
+"""Lines of a dataset: JSONL cut into lines, and what a line must be in each format.
+
+A byte order mark at the beginning is passed over, as are empty lines; a line may end in CRLF, and the last one in nothing. Guarantees: no
+more than one line is in memory, and none above `MAX_LINE_BYTES`; a fault names the line, counted from 1 with the empty ones, and the place
+in it. Gives up: naming more than the first fault.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headrace.core.errors import HeadraceError
+from headrace.schemas.chat import Message, Tool
+from headrace.schemas.errors import CodecError
+from headrace.schemas.parsing import load_json, validate
+from headrace.schemas.rlor_resources import DatasetFormat
+
+MAX_LINE_BYTES = 64 * 1024 * 1024
+_BOM = b"\xef\xbb\xbf"
+
+
+class DatasetFaultError(HeadraceError):
+    """A file that can't be part of a dataset; says which line and what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that is not empty, without what ends it."""
+
+    number: int
+    """From 1, with the empty ones."""
+    text: bytes
+    ended: bool
+    """Whether a line end stands behind it; only a last line may have none."""
+
+
+class _Example(BaseModel):
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+class RlSample(_Example):
+    """One answer to a prompt: its conversation, and what it scored. Other keys are allowed."""
+
+    messages: list[Message] = Field(min_length=1)
+    evals: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+
+    @model_validator(mode="after")
+    def _can_be_trained(self) -> "RlSample":
+        _check_assistant_last(self.messages)
+        for name, value in (self.evals or {}).items():
+            if not _is_number(value):
+                raise ValueError(f"evals.{name}: a metric is a JSON number, not {type(value).__name__}")
+        if not self.metrics:
+            raise ValueError('no metric: give numbers in `evals`, such as {"score": 0.5}, or beside `messages`')
+        return self
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name: those in `evals`; without any there, the numbers beside `messages`."""
+        beside = {name: value for name, value in (self.model_extra or {}).items() if _is_number(value)}
+        return {name: float(value) for name, value in (self.evals or beside).items()}
+
+
+class RlLine(_Example):
+    """A line of format RL: the answers to one prompt."""
+
+    samples: list[RlSample] = Field(min_length=2)
+
+
+class ChatLine(_Example):
+    """A line of format CHAT: a conversation to imitate."""
+
+    messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = None
+
+    @model_validator(mode="after")
+    def _can_be_trained(self) -> "ChatLine":
+        _check_assistant_last(self.messages)
+        return self
+
+
+class CompletionLine(_Example):
+    """A line of format COMPLETION."""
+
+    prompt: str
+    completion: str = Field(min_length=1)
+
+
+_EXAMPLES: dict[DatasetFormat, type[RlLine | ChatLine | CompletionLine]] = {"RL": RlLine, "CHAT": ChatLine, "COMPLETION": CompletionLine}
+_TELLING: dict[str, DatasetFormat] = {"samples": "RL", "messages": "CHAT", "prompt": "COMPLETION"}
+
+
+def lines_in(chunks: Iterable[bytes]) -> Iterator[Line]:
+    """Lines that are not empty.
+
+    Raises:
+        DatasetFaultError: a line above `MAX_LINE_BYTES`.
+    """
+    begun: list[bytes] = []
+    number, size = 1, 0
+    for chunk in chunks:
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            yield from _filled(number, b"".join((*begun, end)), ended=True)
+            number, size = number + 1, 0
+            begun.clear()
+        begun.append(rest)
+        size += len(rest)
+        if size > MAX_LINE_BYTES:
+            raise DatasetFaultError(f"line {number} has more than {MAX_LINE_BYTES} bytes: are there line ends (\\n) in the file?")
+    yield from _filled(number, b"".join(begun), ended=False)
+
+
+def read_line(line: Line, format: DatasetFormat) -> RlLine | ChatLine | CompletionLine:  # noqa: A002 - the API's word
+    """A line, checked.
+
+    Raises:
+        DatasetFaultError: it is not of this format.
+    """
+    value = _json_of(line)
+    try:
+        return validate(_EXAMPLES[format], value)
+    except CodecError as error:
+        raise DatasetFaultError(f"line {line.number}: {error}") from error
+
+
+def format_of(line: Line) -> DatasetFormat:
+    """The format that a line seems to be of.
+
+    Raises:
+        DatasetFaultError: none.
+    """
+    found = _json_of(line)
+    if isinstance(found, dict):
+        for key, format in _TELLING.items():  # noqa: A001 - as above
+            if key in found:
+                return format
+    raise DatasetFaultError(
+        f"line {line.number} is no example: an object with `samples` (RL), `messages` (CHAT) or `prompt` (COMPLETION) is needed"
+    )
+
+
+def _filled(number: int, text: bytes, *, ended: bool) -> Iterator[Line]:
+    if number == 1:
+        text = text.removeprefix(_BOM)
+    if text := text.strip():
+        yield Line(number, text, ended)
+
+
+def _json_of(line: Line) -> Any:  # noqa: ANN401 - raw JSON
+    try:
+        return load_json(line.text)
+    except CodecError as error:
+        cut_off = "" if line.ended else ". It is the last line, and has no line end: was the file cut off?"
+        raise DatasetFaultError(f"line {line.number}: {error}{cut_off}") from error
+
+
+def _check_assistant_last(messages: list[Message]) -> None:
+    if messages[-1].role != "assistant":
+        raise ValueError(f"messages: the last one is of {messages[-1].role}: the answer to train on, of assistant, must be the last")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
