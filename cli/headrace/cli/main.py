@@ -15,6 +15,7 @@ from headrace.cli.compare import compare
 from headrace.cli.demo import demo
 from headrace.cli.docs import docs
 from headrace.cli.doctor import doctor
+from headrace.cli.engine import engine
 from headrace.cli.gateway import gateway
 from headrace.cli.inspect_step import inspect
 from headrace.cli.lineage import lineage
@@ -45,6 +46,7 @@ app.add_typer(replay.app, name="replay")
 app.add_typer(config.app, name="config")
 app.command()(produce)
 app.command()(worker)
+app.command()(engine)
 app.command()(gateway)
 app.add_typer(tokens.app, name="tokens")
 app.command()(demo)

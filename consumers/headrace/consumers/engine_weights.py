@@ -41,7 +41,7 @@ class EngineWeights:
         self._device = device
         self._keep_base = keep_base
         self._base: PreTrainedModel | None = self._load_base()
-        self._peft: PeftModel | None = None  # adapters are injected into the base's own modules
+        self._peft: Any = None  # a PeftModel; adapters are injected into the base's own modules
         self._adapters: set[str] = set()
         self._full: dict[str, PreTrainedModel] = {}
         self._in_use: str | None = None  # of the adapters; None: they are switched off, or it is not known

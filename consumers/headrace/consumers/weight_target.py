@@ -36,6 +36,12 @@ class WeightTarget:
         self.changed = asyncio.Event()
         """Set at every change of `target` or `deleted`; whoever acts on it clears it."""
 
+    def aim(self, published: WeightsPublished | None) -> None:
+        """Set the target, where somebody else has followed the topic."""
+        if published is not self.target:
+            self.target = published
+            self.changed.set()
+
     def observe(self, batch: Sequence[ConsumerRecord]) -> None:
         """Take a batch in; the target changes once, to the last version in it."""
         before = (self.target, self.deleted)

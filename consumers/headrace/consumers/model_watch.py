@@ -1,0 +1,165 @@
+"""Which models an engine should serve, and the latest version of each: `models`, `commands` and `weights`, followed by one consumer.
+
+Guarantees: a model is seen as soon as the command that creates it is in the log, also with no worker alive; nothing is said before all that
+was written at the start has been read, so an engine that starts late goes to the latest versions only; it lives through broker outages.
+A version counts only if it is of the incarnation that the model's owner wrote last. A lane that can't be read keeps its former models, and
+the log says why. Gives up: telling a model's first version from its creation in one look, since topics have no order between them.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from aiokafka import ConsumerRecord
+
+from headrace.consumers.weight_target import WeightTarget
+from headrace.core.commands import commands_through
+from headrace.core.errors import HeadraceError
+from headrace.core.kafka import ClientOptions, client_options
+from headrace.core.model_views import ModelView, fold
+from headrace.core.reading import follow_all
+from headrace.core.settings import Settings
+from headrace.schemas.weights import WeightsPublished
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """A model that is to be served."""
+
+    view: ModelView
+    published: WeightsPublished | None
+    """Its latest version; None: version 0."""
+
+    @property
+    def incarnation(self) -> str:
+        """Of the model; empty until its owner has read the command that created it."""
+        return _incarnation(self.view) or ""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One partition of `models` and of `commands`."""
+
+    states: dict[bytes, ConsumerRecord] = field(default_factory=dict)
+    commands: dict[int, ConsumerRecord] = field(default_factory=dict)
+    views: dict[str, ModelView] = field(default_factory=dict)
+    stale: bool = False
+    """Records came since `views` were made."""
+
+
+class ModelWatch:
+    """Follows the models of one base model.
+
+    Args:
+        settings: Kafka and topics.
+        base_model: Name in the catalogue.
+        models: Only these ids; empty: all.
+        deployment: Only models whose latest version names it; None: all.
+        client_id: Of the Kafka client.
+    """
+
+    def __init__(
+        self, settings: Settings, base_model: str, *, models: Collection[str] = (), deployment: str | None = None, client_id: str
+    ) -> None:
+        self._options: ClientOptions = client_options(settings.kafka, client_id)
+        self._topics = settings.topic_names
+        self._base_model = base_model
+        self._wanted = frozenset(models)
+        self._deployment = deployment
+        self._lanes: dict[int, _Lane] = defaultdict(_Lane)
+        self._targets: dict[str, WeightTarget] = {}
+        self.caught_up = asyncio.Event()
+        """Set once all that was written at the start has been read."""
+        self.changed = asyncio.Event()
+        """Set when `followed` may have changed, not before it is caught up; whoever acts on it clears it."""
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        pause = 1.0
+        while True:
+            try:
+                topics = (self._topics.models, self._topics.commands, self._topics.weights)
+                async with aclosing(follow_all(self._options, topics, self.caught_up)) as batches:
+                    tell = asyncio.create_task(self._tell_when_caught_up())
+                    try:
+                        async for batch in batches:
+                            pause = 1.0
+                            self.observe(batch)
+                    finally:
+                        tell.cancel()
+            except HeadraceError as error:
+                logger.warning("following the models: %s; again in %g s", error, pause)
+                await asyncio.sleep(pause)  # a pause between attempts, no synchronisation
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def observe(self, batch: Sequence[ConsumerRecord]) -> None:
+        """Take records of one partition in; again is harmless."""
+        for record in batch:
+            lane = self._lanes[record.partition]
+            if record.topic == self._topics.commands:
+                lane.commands[record.offset] = record
+                lane.stale = True
+            elif record.topic == self._topics.models and record.key is not None:
+                if record.value is None:
+                    lane.states.pop(record.key, None)
+                else:
+                    lane.states[record.key] = record
+                lane.stale = True
+            elif record.topic == self._topics.weights and record.key is not None:
+                model_id = record.key.decode(errors="replace")
+                if model_id not in self._targets:
+                    self._targets[model_id] = WeightTarget(model_id=model_id, deployment=self._deployment)
+                self._targets[model_id].observe([record])
+        if self.caught_up.is_set():
+            self.changed.set()
+
+    def followed(self) -> dict[str, Followed]:
+        """The models that are to be served, by id."""
+        for number, lane in self._lanes.items():
+            if lane.stale:
+                self._fold(number, lane)
+        found = {}
+        for lane in self._lanes.values():
+            for model_id, view in lane.views.items():
+                published = self._published(view)
+                if self._concerns(view, published):
+                    found[model_id] = Followed(view=view, published=published)
+        return found
+
+    def _fold(self, number: int, lane: _Lane) -> None:
+        lane.stale = False
+        states = list(lane.states.values())
+        try:
+            through = commands_through(states).get(number, 0)
+            lane.commands = {offset: record for offset, record in sorted(lane.commands.items()) if offset >= through}
+            lane.views = fold(states, list(lane.commands.values()))
+        except HeadraceError as error:
+            logger.error("the models of lane %d stay as they were: %s", number, error)  # noqa: TRY400 - said by its text
+
+    def _published(self, view: ModelView) -> WeightsPublished | None:
+        target = self._targets.get(view.model_id)
+        published = None if target is None else target.target
+        return published if published is not None and published.incarnation == _incarnation(view) else None
+
+    def _concerns(self, view: ModelView, published: WeightsPublished | None) -> bool:
+        if view.settings.base_model != self._base_model or view.status in {"deleting", "deleted"}:
+            return False
+        if self._deployment is not None and published is None:
+            return False
+        return not self._wanted or view.model_id in self._wanted
+
+    async def _tell_when_caught_up(self) -> None:
+        await self.caught_up.wait()
+        self.changed.set()
+
+
+def _incarnation(view: ModelView) -> str | None:
+    # A model that is created anew still has the state of the one before it.
+    return None if view.state is None or view.status == "creating" else view.state.incarnation

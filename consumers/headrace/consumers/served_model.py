@@ -1,0 +1,330 @@
+"""One model in an engine that serves several: its current version, older ones that somebody asked for, and the names they have there.
+
+Guarantees: the current version never goes back within an incarnation; a version that a request samples from is not taken away under it;
+an older version is downloaded once, however many ask for it. Versions that are not current go in the order of their last use, once more
+than `keep` are held. Gives up: keeping to that number while requests hold all of them.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from headrace.consumers.batching import Batcher
+from headrace.consumers.model_watch import Followed
+from headrace.consumers.policy_engine import PolicyEngine
+from headrace.consumers.weight_acks import EngineAcks
+from headrace.consumers.weight_applier import WeightApplier
+from headrace.consumers.weight_cache import WeightCache
+from headrace.consumers.weight_target import WeightTarget
+from headrace.core.deadline import deadline
+from headrace.core.errors import HeadraceError
+from headrace.core.store import StoreError, StoreUnavailableError
+from headrace.schemas.weights import WeightsPublished, WeightsRef
+
+logger = logging.getLogger(__name__)
+
+BASE_DIGEST = "base"
+"""What an ack of version 0 says as its digest, where that is the base model."""
+_LOADING_SECONDS = 120.0
+"""A request waits for a version to be loaded so long at most."""
+
+Ledger = Callable[[str, str, int], Awaitable[WeightsRef | None]]
+"""(model id, incarnation, version) → where its weights are."""
+
+
+class NoSuchPolicyError(HeadraceError):
+    """Nothing here has that name or version; says what there is."""
+
+
+class PolicyNotReadyError(HeadraceError):
+    """The version is not loaded yet, or could not be; try again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What a request samples from."""
+
+    model_id: str
+    """Or the name of the base model."""
+    version: int
+    weights: str | None
+    """Name in the engine; None: the base model's own."""
+    switches: Mapping[str, bool | int | float | str]
+    """Of the chat template."""
+
+    @property
+    def name(self) -> str:
+        """As clients ask for it: `<model id>@<version>`."""
+        return f"{self.model_id}@{self.version}"
+
+
+class ServedModel:
+    """A model that is followed.
+
+    Args:
+        followed: As it stands now.
+        engine: Where weights are held.
+        batcher: Whose thread owns the engine.
+        cache: Downloads, of this model alone.
+        acks: Of the engine, for this model.
+        ledger: Where older versions are looked up.
+        keep: Versions that are held beside version 0.
+    """
+
+    def __init__(
+        self,
+        followed: Followed,
+        *,
+        engine: PolicyEngine,
+        batcher: Batcher,
+        cache: WeightCache,
+        acks: EngineAcks,
+        ledger: Ledger,
+        keep: int,
+    ) -> None:
+        self._followed = followed
+        self._engine = engine
+        self._batcher = batcher
+        self._cache = cache
+        self._acks = acks
+        self._ledger = ledger
+        self._keep = keep
+        self._target = WeightTarget(model_id=followed.view.model_id)
+        self._applier = WeightApplier(self._target, cache, self, acks, moved=self._notify, named=self._name_of)
+        self._moved = asyncio.Condition()
+        self._held: dict[tuple[str, int], str] = {}
+        """(incarnation, version) → name in the engine, the least recently used first."""
+        self._pins: dict[str, int] = {}
+        self._gone: set[str] = set()
+        """Names that nobody asks for any more, but a request still samples from."""
+        self._names = 0
+        self._current: tuple[str, int] | None = None
+        self._loads: dict[tuple[str, int], asyncio.Task[str]] = {}
+        self._said_zero: str | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def versions(self) -> list[int]:
+        """That are held, version 0 included where it can be served at once."""
+        zero = [] if self._followed.view.start_weights is not None else [0]
+        return sorted({*zero, *(version for incarnation, version in self._held if incarnation == self._followed.incarnation)})
+
+    @property
+    def created_at(self) -> float:
+        """Seconds since 1970."""
+        return self._followed.view.created_at.timestamp()
+
+    @property
+    def shadow_of(self) -> str | None:
+        """The model whose lane it is on."""
+        return self._followed.view.shadow_of
+
+    async def update(self, followed: Followed) -> None:
+        """The model as it stands now; begins to follow it at the first call."""
+        self._followed = followed
+        for other in [held for held in self._held if held[0] != followed.incarnation]:
+            await self._forget(other)
+        self._target.aim(followed.published)
+        if self._following is None:
+            self._following = asyncio.create_task(self._applier.run(), name=f"weights of {followed.view.model_id}")
+        if followed.published is None and self._said_zero != followed.incarnation:
+            await self._serve_zero(followed)
+        await self._notify()
+
+    async def end(self) -> None:
+        """Serve it no longer: the engine forgets its weights, and its ack is taken back."""
+        for task in [self._following, *self._loads.values()]:
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        for key in list(self._held):
+            await self._forget(key)
+        await self._acks.retract()
+
+    async def apply(self, folder: Path, published: WeightsPublished) -> str:
+        """Make a version the current one. See `WeightAdapter`."""
+        key = (published.incarnation, published.policy_version)
+        if key not in self._held:
+            await self._hold(key, folder)
+        self._current = key
+        await self._trim()
+        return self._name(published.policy_version)
+
+    @asynccontextmanager
+    async def policy(self, version: int | None) -> AsyncIterator[Policy]:
+        """A version, which stays as long as the block runs; None: the current one.
+
+        Raises:
+            NoSuchPolicyError: it was never published, or its weights are gone.
+            PolicyNotReadyError: it is not loaded yet, or could not be.
+        """
+        if version is None:
+            version = await self._current_version()
+        weights = await self._weights_of(version)
+        if weights is not None:
+            self._pins[weights] = self._pins.get(weights, 0) + 1
+        try:
+            view = self._followed.view
+            yield Policy(model_id=view.model_id, version=version, weights=weights, switches=view.settings.chat_template_kwargs)
+        finally:
+            if weights is not None:
+                await self._unpin(weights)
+
+    async def _current_version(self) -> int:
+        """The version that a name without one stands for; waits until it is loaded."""
+        published = self._followed.published
+        if published is None:
+            return 0
+        if not self._is_current(published.incarnation):
+            await self._until_applied(published.policy_version)
+        assert self._current is not None  # noqa: S101 - applied
+        return self._current[1]
+
+    async def _weights_of(self, version: int) -> str | None:
+        """The name of a version's weights in the engine, loaded if need be."""
+        incarnation, view = self._followed.incarnation, self._followed.view
+        if version == 0 and view.start_weights is None:
+            return None
+        key = (incarnation, version)
+        published = self._followed.published
+        latest = 0 if published is None else published.policy_version
+        if version > latest:
+            raise NoSuchPolicyError(f"version {version} of model {view.model_id} is not published yet: the latest is {latest}")
+        if key not in self._held and published is not None and version == latest:
+            await self._until_applied(version)
+        while key not in self._held:
+            await self._load(key)
+        self._held[key] = name = self._held.pop(key)  # used last
+        return name
+
+    async def _until_applied(self, version: int) -> None:
+        """Wait until the applier has the version or a later one."""
+
+        def over() -> bool:
+            return self._is_current(self._followed.incarnation, version) or self._failure(version) is not None
+
+        try:
+            async with deadline(_LOADING_SECONDS), self._moved:
+                await self._moved.wait_for(over)
+        except TimeoutError as error:
+            raise PolicyNotReadyError(f"{self._name(version)} is still being loaded: try again") from error
+        if not self._is_current(self._followed.incarnation, version):
+            raise PolicyNotReadyError(f"{self._name(version)} could not be loaded: {self._failure(version)}")
+
+    def _is_current(self, incarnation: str, version: int = 0) -> bool:
+        return self._current is not None and self._current[0] == incarnation and self._current[1] >= version
+
+    def _failure(self, version: int) -> Exception | None:
+        refused = self._applier.refused
+        if refused is None or refused[0].incarnation != self._followed.incarnation or refused[0].policy_version < version:
+            return None
+        return refused[1]
+
+    async def _load(self, key: tuple[str, int]) -> None:
+        """Bring an older version in; those who ask for it at the same time share the work."""
+        if key not in self._loads:
+            self._loads[key] = asyncio.create_task(self._fetch_and_hold(key), name=f"loading {self._name(key[1])}")
+            self._loads[key].add_done_callback(lambda _: self._loads.pop(key, None))
+        await asyncio.shield(self._loads[key])
+
+    async def _fetch_and_hold(self, key: tuple[str, int]) -> str:
+        incarnation, version = key
+        view = self._followed.view
+        ref = view.start_weights if version == 0 else await self._ledger(view.model_id, incarnation, version)
+        if ref is None:
+            raise NoSuchPolicyError(f"version {version} of model {view.model_id} is not in the ledger")
+        wanted = WeightsPublished(
+            model_id=view.model_id,
+            incarnation=incarnation,
+            policy_version=version,
+            base_model=view.settings.base_model,
+            format=view.settings.adaptation,
+            uri=ref.uri,
+            digest=ref.digest,
+            files=(),
+        )
+        try:
+            folder = await asyncio.to_thread(self._cache.fetch, wanted)
+        except StoreUnavailableError as error:
+            raise PolicyNotReadyError(f"the weights of {self._name(version)} can't be reached: {error}") from error
+        except StoreError as error:
+            raise NoSuchPolicyError(f"the weights of {self._name(version)} are no longer stored: {error}") from error
+        return await self._hold(key, folder)
+
+    async def _hold(self, key: tuple[str, int], folder: Path) -> str:
+        tensors = await asyncio.to_thread(self._engine.read, folder)
+        self._names += 1
+        # The id is in it, since all models share the engine; peft takes no dot in a name.
+        name = f"{key[0]}-v{key[1]}-{self._names}".replace(".", "-")
+        over = self._spare(key) if len(self._held) >= self._keep else None
+        replaced = None if over is None else self._held.pop(over)
+        try:
+            await self._batcher.call(partial(self._engine.hold, name, folder, tensors, replaced))
+        except Exception:
+            if over is not None and replaced is not None:
+                self._held = {over: replaced, **self._held}
+            raise
+        self._held[key] = name
+        await self._trim(key)
+        return name
+
+    def _spare(self, besides: tuple[str, int] | None) -> tuple[str, int] | None:
+        """The version that was not used for longest and that nobody needs."""
+        spare = (key for key, name in self._held.items() if key not in {besides, self._current} and name not in self._pins)
+        return next(spare, None)
+
+    async def _trim(self, besides: tuple[str, int] | None = None) -> None:
+        while len(self._held) > self._keep and (spare := self._spare(besides)) is not None:
+            await self._forget(spare)
+
+    async def _forget(self, key: tuple[str, int]) -> None:
+        """Take a version away, at once or when the last request is done with it."""
+        name = self._held.pop(key)
+        if key == self._current:
+            self._current = None
+        if name in self._pins:
+            self._gone.add(name)
+        else:
+            await self._batcher.call(partial(self._engine.drop, name))
+
+    async def _unpin(self, name: str) -> None:
+        self._pins[name] -= 1
+        if self._pins[name]:
+            return
+        del self._pins[name]
+        if name in self._gone:
+            self._gone.discard(name)
+            await self._batcher.call(partial(self._engine.drop, name))
+        else:
+            await self._trim()
+
+    async def _serve_zero(self, followed: Followed) -> None:
+        """Say that version 0 is served."""
+        self._said_zero = followed.incarnation
+        view = followed.view
+        started = view.start_weights
+        zero = WeightsPublished(
+            model_id=view.model_id,
+            incarnation=followed.incarnation,
+            policy_version=0,
+            base_model=view.settings.base_model,
+            format=view.settings.adaptation,
+            uri="" if started is None else started.uri,
+            digest=BASE_DIGEST if started is None else started.digest,
+            files=(),
+        )
+        await self._acks.applied(zero, reported=self._name(0), seconds=0.0, served_as=self._name(0))
+
+    def _name_of(self, published: WeightsPublished) -> str:
+        return self._name(published.policy_version)
+
+    def _name(self, version: int) -> str:
+        return f"{self._followed.view.model_id}@{version}"
+
+    async def _notify(self) -> None:
+        async with self._moved:
+            self._moved.notify_all()
