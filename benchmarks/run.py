@@ -16,12 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import codec, ingest, memory, overhead, packing, prefix_tree, produce, recovery, sharing  # noqa: E402 - a script has its own folder on the path, not the repository's
+from benchmarks import codec, gateway, ingest, memory, overhead, packing, prefix_tree, produce, recovery, sharing  # noqa: E402 - a script has its own folder on the path, not the repository's
 from benchmarks.measuring import Comparison, Table  # noqa: E402 - as above
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 BENCHMARKS: dict[str, Callable[[int], Sequence[Comparison | Table]]] = {
     "codec": codec.run,
+    "gateway": gateway.run,
     "ingest": ingest.run,
     "memory": memory.run,
     "overhead": overhead.run,

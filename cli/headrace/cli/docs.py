@@ -24,7 +24,7 @@ def asyncapi(out: Annotated[Path, typer.Option(help="The YAML file.")] = Path("s
 @docs.command()
 def openapi(out: Annotated[Path, typer.Option(help="The JSON file.")] = Path("schemas/openapi.json"), check: _Check = False) -> None:
     """Every path of the gateway, as OpenAPI 3.1."""
-    from headrace.gateway.openapi import openapi_json  # noqa: PLC0415 - `headrace --help` stays fast
+    from headrace.gateway.app import openapi_json  # noqa: PLC0415 - `headrace --help` stays fast
 
     _settle({out: openapi_json()}, stale=[], check=check)
 

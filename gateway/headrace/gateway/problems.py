@@ -6,7 +6,7 @@ each fault and never echoes a value, which could be a secret; Kafka or the store
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,7 +19,8 @@ from headrace.core.reading import ReadStalledError
 from headrace.core.store import StoreUnavailableError
 
 RETRY_AFTER_SECONDS = 2
-_RLOR = ("/v1/accounts", "/training/", "/hot_load/")
+Family = Literal["training-jobs", "rlor", "inference"]
+_RLOR = ("/v1/accounts", "/training/", "/hot_load/", "/v1/models/hot_load")
 _INFERENCE = ("/v1/chat", "/v1/completions", "/inference/")
 # google.rpc.Code by HTTP status.
 _CODES = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 412: 9, 413: 11, 422: 3, 425: 9, 429: 8, 499: 1, 500: 13, 501: 12, 503: 14, 504: 4}
@@ -118,12 +119,18 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, away)
 
 
+def family_of(path: str) -> Family:
+    """The API that a path belongs to; what is nobody else's answers as the training-jobs API does."""
+    return "rlor" if path.startswith(_RLOR) else "inference" if path.startswith(_INFERENCE) else "training-jobs"
+
+
 def answer(path: str, problem: ProblemError) -> JSONResponse:
     """A problem in the shape of the API that `path` belongs to."""
     body: dict[str, Any]
-    if path.startswith(_RLOR):
+    family = family_of(path)
+    if family == "rlor":
         body = {"code": problem.code, "message": problem.message, "details": problem.details}
-    elif path.startswith(_INFERENCE):
+    elif family == "inference":
         kind = _OPENAI_TYPES.get(problem.status, "server_error" if problem.status >= 500 else "invalid_request_error")
         body = {"error": {"message": problem.message, "type": kind, "param": None, "code": problem.status}}
     else:
@@ -132,7 +139,7 @@ def answer(path: str, problem: ProblemError) -> JSONResponse:
 
 
 def _faults(path: str, faults: Sequence[FaultError]) -> JSONResponse:
-    if path.startswith((*_RLOR, *_INFERENCE)):
+    if family_of(path) != "training-jobs":
         said = "; ".join(f"{'.'.join(str(part) for part in fault.loc if part != 'body') or 'body'}: {fault.msg}" for fault in faults)
         return answer(path, ProblemError(400, said))
     items = [{"loc": list(fault.loc), "msg": fault.msg, "type": fault.type} for fault in faults]
