@@ -11,6 +11,7 @@ from headrace.gateway.access import Pace
 from headrace.gateway.access_log import AccessLog
 from headrace.gateway.body_limit import BodyLimit
 from headrace.gateway.gate import Gate
+from headrace.gateway.training_jobs import api as training_jobs
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -29,7 +30,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.gate = gate
     problems.install(app)
-    for router in (health.router, inference.router, exchanges.router):
+    for router in (health.router, inference.router, exchanges.router, training_jobs.router):
         app.include_router(router)
     app.add_middleware(BodyLimit, settings=settings.gateway, is_upload=_is_upload)
     app.add_middleware(AccessLog)

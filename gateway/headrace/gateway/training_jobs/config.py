@@ -1,0 +1,91 @@
+"""`experimental_config` of a job: every option that has no fitting value, every contradiction, and what has no effect.
+
+Guarantees: null is as not said, but for `epsilon_high`; options of newer clients that this release has not are accepted, kept out of the
+job, and named in a warning. Gives up: whether a reference in the object store exists; the step finds out, and the job fails with it.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from headrace.core.model_views import ModelView
+from headrace.gateway.training_jobs.faults import Faults, parts_of
+from headrace.gateway.training_jobs.seen import version_of
+from headrace.schemas.errors import CodecError
+from headrace.schemas.merging import merged_config, without_effect
+from headrace.schemas.parsing import load_json, shown
+from headrace.schemas.training import TrainConfig, contradictions, row_length_problem
+
+_LOC = ["body", "experimental_config"]
+_MOST_BYTES = 64 * 1024
+_MOST_NAMED = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """What a job's step is to do."""
+
+    config: TrainConfig | None
+    warnings: tuple[str, ...] = ()
+
+
+def read_config(text: memoryview, model: ModelView, deleted: Collection[int], faults: Faults) -> JobConfig:
+    """Read a config.
+
+    Args:
+        text: Its JSON; empty: none.
+        model: That the job trains.
+        deleted: Its deleted checkpoints.
+        faults: Takes what is wrong.
+    """
+    if not text:
+        return JobConfig(config=None)
+    if len(text) > _MOST_BYTES:
+        faults.add(_LOC, f"it has {len(text)} bytes, at most {_MOST_BYTES} are read", "too_long")
+        return JobConfig(config=None)
+    try:
+        raw = load_json(text)
+    except CodecError as error:
+        faults.add_codec(_LOC, error)
+        return JobConfig(config=None)
+    if not isinstance(raw, dict):
+        faults.add(_LOC, "Input should be an object or null", "dict_type")
+        return JobConfig(config=None)
+    known = {name: value for name, value in raw.items() if name in TrainConfig.model_fields}
+    unknown = sorted(raw.keys() - known.keys())
+    config = _validated(known, faults)
+    if config is None:
+        return JobConfig(config=None)
+    _check_against(model, config, deleted, faults)
+    warnings = [f"{shown(name)} is no option of this release: it has no effect" for name in unknown[:_MOST_NAMED]]
+    if len(unknown) > _MOST_NAMED:
+        warnings.append(f"{len(unknown) - _MOST_NAMED} more options are none of this release")
+    warnings += without_effect(merged_config(model.settings.train, config))
+    return JobConfig(config=config, warnings=tuple(warnings))
+
+
+def _validated(known: dict[str, object], faults: Faults) -> TrainConfig | None:
+    before = len(faults)
+    config = None
+    try:
+        config = TrainConfig.model_validate(known)
+    except ValidationError as error:
+        for fault in error.errors(include_url=False, include_input=False, include_context=False):
+            if fault["loc"]:  # what is wrong with several together is said below, of each
+                faults.add([*_LOC, *fault["loc"][:1], *parts_of(".".join(map(str, fault["loc"][1:])))], fault["msg"], fault["type"])
+    for names, message in contradictions(known):
+        for name in names:
+            if name in known:
+                faults.add([*_LOC, name], message)
+    return config if len(faults) == before else None
+
+
+def _check_against(model: ModelView, config: TrainConfig, deleted: Collection[int], faults: Faults) -> None:
+    if (problem := row_length_problem(config, model.settings.max_sequence_tokens)) is not None:
+        faults.add([*_LOC, "packed_sequence_length"], problem)
+    step, version = config.kl_penalty_reference_step, version_of(model)
+    if step is not None and step > version:
+        faults.add([*_LOC, "kl_penalty_reference_step"], f"the model has no version {step}: its newest is {version}")
+    elif step is not None and step in deleted:
+        faults.add([*_LOC, "kl_penalty_reference_step"], f"checkpoint {step} was deleted: name one that is listed")

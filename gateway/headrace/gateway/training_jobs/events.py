@@ -1,0 +1,142 @@
+"""`/v1/preview/training-jobs/{id}` and its events, derived from the job's document.
+
+The reference client polls the events until the job has ended, reading behind the last one that it knows. So they only ever grow at their
+end, in this order: `warning` (what of the request has no effect), `training_started`, `gradient_step`, a `warning` of refused groups,
+`training_ended` or `training_failed`. Guarantees: ids are the same in every gateway and after every start; every value of a
+`gradient_step` is a float; the end is only shown when the checkpoint is listed. Gives up: events of a step that runs: how many sequences
+it has is known when it is committed; a job on which nothing could be trained has no start, which the client knows to read.
+"""
+
+import uuid
+from datetime import datetime
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from headrace.core.job_views import JobView
+from headrace.gateway.access import KnownCaller
+from headrace.gateway.gate import OpenGate
+from headrace.gateway.tables import Tables, is_model
+from headrace.gateway.training_jobs.pages import DEFAULT_LIMIT, After, Limit, Listed, Page, page
+from headrace.gateway.training_jobs.seen import job_of
+from headrace.schemas.gateway import GatewayJob
+from headrace.schemas.jobs import JobDocument, JobState
+
+router = APIRouter(prefix="/v1/preview/training-jobs/{job_id}", tags=["training-jobs"])
+
+
+class JobEvent(Listed):
+    """One thing that happened."""
+
+    type: Literal["training_started", "gradient_step", "warning", "training_ended", "training_failed"]
+    data: dict[str, Any]
+
+
+class Job(BaseModel):
+    """A training job as it stands."""
+
+    id: str
+    model_id: str
+    status: str
+    """`pending`, `running`, `paused`, `completed`, `failed`, `cancelled`, or `cancelling`: asked for, and not answered by a worker yet."""
+    created_at: datetime
+    training_start: datetime | None
+    training_end: datetime | None
+    error_message: str | None
+    waiting_for: str | None
+    """Why it is not begun although all of it is there."""
+    kind: Literal["rl", "sft"]
+    step: int | None
+    """The model's step that it made."""
+    num_groups: int
+    groups_rejected: int
+    num_sequences: int | None
+    metrics: dict[str, float]
+    warnings: tuple[str, ...]
+
+
+@router.get("")
+async def get_job(job_id: str, caller: KnownCaller, gate: OpenGate) -> Job:
+    """A job as it stands."""
+    view, fact = job_of(await gate.view.fresh(), caller, job_id)
+    document = _document(view)
+    return Job(
+        id=view.job_id,
+        model_id=view.model_id,
+        status=str(view.state).removeprefix("JOB_STATE_").lower(),
+        created_at=document.created_at,
+        training_start=document.started_at,
+        training_end=document.completed_at,
+        error_message=document.error_message,
+        waiting_for=document.waiting_for,
+        kind=document.kind,
+        step=document.step,
+        num_groups=document.num_groups,
+        groups_rejected=document.groups_rejected,
+        num_sequences=document.num_sequences,
+        metrics=document.metrics,
+        warnings=fact.warnings,
+    )
+
+
+@router.get("/events")
+async def list_events(
+    job_id: str, caller: KnownCaller, gate: OpenGate, *, after: After = None, limit: Limit = DEFAULT_LIMIT
+) -> Page[JobEvent]:
+    """What happened to a job so far, oldest first; none as long as no worker has done anything."""
+    tables = await gate.view.fresh()
+    view, fact = job_of(tables, caller, job_id)
+    return page(events_of(tables, view, fact), after=after, limit=limit)
+
+
+def events_of(tables: Tables, view: JobView, fact: GatewayJob) -> list[JobEvent]:
+    """All events of a job so far."""
+    document = _document(view)
+    found: list[JobEvent] = []
+
+    def add(kind: Any, data: dict[str, Any], number: int = 0) -> None:  # noqa: ANN401 - the literal of `type`
+        found.append(JobEvent(id=str(uuid.uuid5(uuid.UUID(view.job_id), f"{kind}/{number}")), type=kind, data=data))
+
+    for number, warning in enumerate(fact.warnings):
+        add("warning", {"message": warning}, number)
+    if view.state is JobState.COMPLETED and _is_listed(tables, document):
+        if document.num_sequences:
+            add("training_started", {"num_sequences": document.num_sequences})
+            add("gradient_step", gradient_step(document))
+        if document.groups_rejected:
+            refused = f"{document.groups_rejected} of {document.num_groups} groups were refused"
+            message = f"{refused}: the report of the step says why (`headrace inspect`), and so do the topic's training-events"
+            add("warning", {"message": message, "groups_rejected": document.groups_rejected, "num_groups": document.num_groups}, -1)
+        add("training_ended", {})
+    elif view.state in {JobState.FAILED, JobState.CANCELLED}:
+        add("training_failed", {"error_message": document.error_message or f"the job is {document.state}"})
+    return found
+
+
+def gradient_step(document: JobDocument) -> dict[str, float]:
+    """The step's metrics, and those under the names that the reference client knows."""
+    metrics = document.metrics
+    trained = metrics.get("groups", 0.0) - metrics.get("groups_zero_variance", 0.0)
+    named = {
+        "num_groups_submitted": document.num_groups,
+        "num_groups_trainable": trained,
+        "num_trajectories": metrics.get("trajectories"),
+        "num_trainable_tokens": metrics.get("trainable_tokens"),
+        "num_tokens": metrics.get("tokens"),
+        "kl_div": metrics.get("kl_reference"),
+    }
+    return {**metrics, **{name: float(value) for name, value in named.items() if value is not None}}
+
+
+def _is_listed(tables: Tables, document: JobDocument) -> bool:
+    """Whether who is told of the end finds the checkpoint: documents and ledger come in by several partitions."""
+    model = tables.model(document.model_id)
+    if model is None or not is_model(model) or model.created_at > document.created_at:
+        return True  # deleted, or made anew since: there is nothing to wait for
+    return any(entry.job_id == document.job_id for entry in reversed(tables.history(model)))
+
+
+def _document(view: JobView) -> JobDocument:
+    assert view.document is not None  # noqa: S101 - a job of ours has one from its first transaction on
+    return view.document

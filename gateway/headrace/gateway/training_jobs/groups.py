@@ -1,0 +1,94 @@
+"""One group of a body: from its JSON to the form in which it goes to the log, or to all that is wrong with it.
+
+Guarantees: what passes is what the lane can read, with versions that were published; a group is decoded once where nothing is wrong, and
+a second time, fault by fault, where something is. Gives up: what only the trainer can judge (tokens, lengths): the lane refuses it, and the
+job goes on. Computes: not for an event loop.
+"""
+
+import json
+
+from pydantic import ValidationError
+
+from headrace.gateway.training_jobs.faults import Faults, parts_of
+from headrace.schemas.base import non_finite_paths
+from headrace.schemas.chat import Tool
+from headrace.schemas.codec import SampledGroup, decode_group
+from headrace.schemas.errors import CodecError
+from headrace.schemas.parsing import load_json, path_of
+from headrace.schemas.reasons import DeadLetterReason
+from headrace.schemas.trajectory import TrajectoryGroup
+from headrace.schemas.turns import lift, raw_choices
+
+Loc = list[str | int]
+
+
+def read_group(text: memoryview, loc: Loc, faults: Faults, *, version: int | None) -> SampledGroup | None:
+    """Read a group.
+
+    Args:
+        text: Its JSON.
+        loc: Where it stands in the body.
+        faults: Takes what is wrong.
+        version: The model's newest policy version; None: versions are not looked at.
+
+    Returns:
+        The group; None if something is wrong with it.
+    """
+    try:
+        group = decode_group(text)
+    except CodecError as error:
+        _collect(text, loc, faults)
+        faults.add_codec(loc, error)  # the place counts once: as a rule it is there by now
+        return None
+    before = len(faults)
+    _check(group.group, loc, faults, version)
+    return group if len(faults) == before else None
+
+
+def _collect(text: memoryview, loc: Loc, faults: Faults) -> None:
+    """All that is wrong with a group that can't be decoded."""
+    try:
+        raw = load_json(text)
+    except CodecError as error:
+        if error.reason is not DeadLetterReason.NOT_FINITE:
+            return
+        for path in non_finite_paths(json.loads(bytes(text), parse_int=float)):
+            faults.add([*loc, *parts_of(path)], error.detail, str(error.reason))
+        return
+    for choice, path in raw_choices(raw):
+        try:
+            lift(choice, path)
+        except CodecError as error:
+            faults.add_codec(loc, error)
+    try:
+        TrajectoryGroup.model_validate(raw)
+    except ValidationError as error:
+        for fault in error.errors(include_url=False, include_input=False, include_context=False):
+            path = path_of(fault["loc"], raw, missing=fault["type"] == "missing")
+            faults.add([*loc, *parts_of(path)], fault["msg"], fault["type"])
+
+
+def _check(group: TrajectoryGroup, loc: Loc, faults: Faults, version: int | None) -> None:
+    if group.purpose == "sft":
+        faults.add([*loc, "purpose"], "examples train by POST /v1/preview/sft-training-jobs: leave purpose out", "wrong_purpose")
+    for j, trajectory in enumerate(group.trajectories):
+        here = [*loc, "trajectories", j]
+        _check_tools(trajectory.tools, here, faults)
+        for h, history in enumerate(trajectory.additional_histories):
+            _check_tools(history.tools, [*here, "additional_histories", h], faults)
+        initial, final = trajectory.initial_policy_version, trajectory.final_policy_version
+        for name, said in (("initial_policy_version", initial), ("final_policy_version", final)):
+            if version is not None and said is not None and said > version:
+                faults.add(
+                    [*here, name], f"version {said} was never published: the newest of this model is {version}", "unknown_policy_version"
+                )
+        if initial is not None and final is not None and final < initial:
+            faults.add(
+                [*here, "final_policy_version"], f"it ends at version {final}, before it began at {initial}", "unknown_policy_version"
+            )
+
+
+def _check_tools(tools: list[Tool] | None, loc: Loc, faults: Faults) -> None:
+    for t, tool in enumerate(tools or []):
+        if tool.type != "function":
+            faults.add([*loc, "tools", t, "type"], "Input should be 'function'", "literal_error")

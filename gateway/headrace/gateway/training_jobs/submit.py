@@ -1,0 +1,130 @@
+"""`POST /v1/preview/training-jobs`: groups, the job's record, its document and the gateway's own note, in one transaction.
+
+Guarantees: a 200 is given when all of it is committed, and then every gateway has it; a refused or failed request has written nothing to
+Kafka; all faults of a body are told at once. Gives up: judging what only the trainer can; see `groups`.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from headrace.core.lanes import lane_of
+from headrace.core.model_views import ModelView
+from headrace.gateway.access import Caller, KnownCaller
+from headrace.gateway.gate import Gate, OpenGate
+from headrace.gateway.job_records import job_records
+from headrace.gateway.problems import ProblemError
+from headrace.gateway.training_jobs.body import SplitBody, received, split
+from headrace.gateway.training_jobs.config import JobConfig, read_config
+from headrace.gateway.training_jobs.faults import Faults
+from headrace.gateway.training_jobs.groups import read_group
+from headrace.gateway.training_jobs.identity import Identity, identity_of
+from headrace.gateway.training_jobs.seen import deleted_steps, model_of, version_of
+from headrace.gateway.training_jobs.staging import Placed, Staged, stage
+from headrace.schemas.gateway import GatewayJob, job_key
+from headrace.schemas.jobs import TrainingJob
+
+router = APIRouter(prefix="/v1/preview/training-jobs", tags=["training-jobs"])
+
+
+class CreatedJob(BaseModel):
+    """The job's id: ask `/v1/preview/training-jobs/{id}/events` what becomes of it."""
+
+    id: str
+
+
+@router.post("")
+async def create_job(request: Request, caller: KnownCaller, gate: OpenGate) -> CreatedJob:
+    """Train a model one step on groups of trajectories."""
+    body = await received(request)
+    identity = await identity_of(request, caller, "training-jobs", body)
+    async with identity.lock(gate):
+        tables = await gate.view.fresh()
+        if (known := identity.known(tables, caller.account)) is not None:
+            return CreatedJob(id=known)
+        parts = await asyncio.to_thread(split, body)
+        model = trainable(model_of(tables, caller, parts.model_id))
+        faults = Faults()
+        config = read_config(parts.config, model, deleted_steps(tables, model), faults)
+        if len(parts.groups) > gate.settings.gateway.max_groups:
+            most = gate.settings.gateway.max_groups
+            faults.add(
+                ["body", "trajectory_groups"], f"{len(parts.groups)} groups, at most {most} make a job (gateway.max_groups)", "too_long"
+            )
+            faults.check()
+        placed = place(gate, model, identity, config)
+        staged = await asyncio.to_thread(_staged, gate, parts, placed, version_of(model), faults)
+        job = TrainingJob(job_id=identity.job_id, group_ids=staged.group_ids, config=config.config)
+        await write(gate, Submission(identity=identity, caller=caller, placed=placed, staged=staged, job=job, warnings=config.warnings))
+    return CreatedJob(id=identity.job_id)
+
+
+def trainable(model: ModelView) -> ModelView:
+    """The model, if it takes jobs.
+
+    Raises:
+        ProblemError: 409, says why not.
+    """
+    if model.shadow_of is not None:
+        raise ProblemError(409, f"model {model.name} shadows {model.shadow_of}: it trains on that model's jobs, and has none of its own")
+    if model.status in {"stopped", "diverged"}:
+        raise ProblemError(409, f"model {model.name} is {model.status}: {model.status_detail}; `headrace models resume` lets it go on")
+    return model
+
+
+def place(gate: Gate, model: ModelView, identity: Identity, config: JobConfig, *, is_sft: bool = False) -> Placed:
+    """Where the groups of a job go."""
+    return Placed(
+        job_id=identity.job_id,
+        model_id=model.model_id,
+        topics=gate.settings.topic_names,
+        lane=lane_of(model.model_id, gate.view.lanes),
+        inline_limit=gate.settings.producer.inline_limit_bytes,
+        is_sft=is_sft,
+        without_logprobs=None if config.config is None else config.config.allow_training_without_logprobs,
+    )
+
+
+def _staged(gate: Gate, parts: SplitBody, placed: Placed, version: int, faults: Faults) -> Staged:
+    places: list[list[str | int]] = [["body", "trajectory_groups", i] for i in range(len(parts.groups))]
+    groups = ((loc, partial(read_group, text, loc, version=version)) for loc, text in zip(places, parts.groups, strict=True))
+    staged = stage(gate.store, groups, placed, faults)
+    faults.check()
+    return staged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A job, ready to be written."""
+
+    identity: Identity
+    caller: Caller
+    placed: Placed
+    staged: Staged
+    job: TrainingJob
+    warnings: tuple[str, ...] = ()
+
+
+async def write(gate: Gate, submission: Submission) -> None:
+    """Write a job; returns when it is committed and the gateway's tables hold it.
+
+    Raises:
+        KafkaUnavailableError: nothing was written, or nobody can say; repeating the request is safe.
+    """
+    job, placed = submission.job, submission.placed
+    fact = GatewayJob(
+        job_id=job.job_id,
+        model_id=placed.model_id,
+        account=submission.caller.account,
+        owner=submission.caller.owner,
+        api="training-jobs",
+        content=submission.identity.content,
+        idempotency_key=submission.identity.key,
+        warnings=submission.warnings,
+        created_at=job.created_at,
+    )
+    records = [*submission.staged.records, *job_records(job, fact, topics=placed.topics, lane=placed.lane)]
+    await gate.writer.commit(records, is_in=lambda: job_key(job.job_id) in gate.view.tables.facts)
