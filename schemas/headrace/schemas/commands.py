@@ -35,6 +35,20 @@ class DeleteModel(Record):
     requested_at: datetime = Field(default_factory=utc_now)
 
 
+class DeleteCheckpoints(Record):
+    """Delete the weights of versions: files that nothing needs any more go, when nothing does. The newest version's stay until there is a newer.
+
+    A step that is cut after this was read can't have one of them as its KL reference.
+    """
+
+    model_id: str
+    incarnation: str
+    """What was meant; of another one nothing is deleted."""
+    steps: tuple[tuple[int, int], ...]
+    """As (first, last), both included."""
+    requested_at: datetime = Field(default_factory=utc_now)
+
+
 class CancelJob(Record):
     """Cancel a job: its groups are refused, it ends as CANCELLED unless its step is committed already."""
 
@@ -70,5 +84,5 @@ class ResumeModel(Record):
     requested_at: datetime = Field(default_factory=utc_now)
 
 
-Command = CreateModel | DeleteModel | CancelJob | PauseJob | ResumeJob | ResumeModel
-COMMANDS: tuple[type[Command], ...] = (CreateModel, DeleteModel, CancelJob, PauseJob, ResumeJob, ResumeModel)
+Command = CreateModel | DeleteModel | CancelJob | PauseJob | ResumeJob | ResumeModel | DeleteCheckpoints
+COMMANDS: tuple[type[Command], ...] = (CreateModel, DeleteModel, CancelJob, PauseJob, ResumeJob, ResumeModel, DeleteCheckpoints)

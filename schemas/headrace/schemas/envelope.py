@@ -13,11 +13,11 @@ from pydantic import BaseModel
 
 from headrace.schemas.base import utc_now
 from headrace.schemas.claim import GroupClaim
-from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel, PauseJob, ResumeJob, ResumeModel
+from headrace.schemas.commands import CancelJob, CreateModel, DeleteCheckpoints, DeleteModel, PauseJob, ResumeJob, ResumeModel
 from headrace.schemas.dead_letters import DeadLetterResolved
 from headrace.schemas.errors import CodecError
 from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, StepCompleted, TrajectoryRejected
-from headrace.schemas.gateway import GatewayJob
+from headrace.schemas.gateway import DeletedCheckpoint, GatewayJob, LoggedGroups
 from headrace.schemas.jobs import JobDocument, TrainingJob
 from headrace.schemas.parsing import check_finite, load_json, validate, write_json
 from headrace.schemas.reasons import DeadLetterReason as Reason
@@ -41,6 +41,7 @@ _NAMES: dict[type[BaseModel], str] = {
     PauseJob: "pause-job",
     ResumeJob: "resume-job",
     ResumeModel: "resume-model",
+    DeleteCheckpoints: "delete-checkpoints",
     StepRecord: "step-record",
     ModelState: "model-state",
     LaneState: "lane-state",
@@ -56,6 +57,8 @@ _NAMES: dict[type[BaseModel], str] = {
     JobDocument: "job-document",
     DeadLetterResolved: "dead-letter-resolved",
     GatewayJob: "gateway-job",
+    DeletedCheckpoint: "deleted-checkpoint",
+    LoggedGroups: "logged-groups",
     DatasetFact: "dataset",
     DatasetFile: "dataset-file",
     ModelAlias: "model-alias",

@@ -30,8 +30,46 @@ class GatewayJob(Record):
     created_at: datetime = Field(default_factory=utc_now)
 
 
-FACTS: tuple[type[BaseModel], ...] = (GatewayJob, DatasetFact, DatasetFile, ModelAlias, RlorJob)
+class DeletedCheckpoint(Record):
+    """A version that is listed and served no more. Key `checkpoint/<model id>/<incarnation>/<step>`."""
+
+    model_id: str
+    incarnation: str
+    step: int
+    owner: str
+    """Of the token that asked."""
+    deleted_at: datetime = Field(default_factory=utc_now)
+
+
+class LoggedGroups(Record):
+    """Trajectories that a client kept beside training, as of an evaluation. Key `log/<model id>/<id>`."""
+
+    id: str
+    model_id: str
+    incarnation: str
+    step: int
+    """The model's version when they came."""
+    split: str
+    groups: int
+    trajectories: int
+    exceptions: int
+    reward_mean: float | None
+    """Null without trajectories."""
+    uri: str
+    """In the object store: what was sent, one group's JSON a line, zstd."""
+    size: int
+    """Bytes stored."""
+    owner: str
+    created_at: datetime = Field(default_factory=utc_now)
+
+
+FACTS: tuple[type[BaseModel], ...] = (GatewayJob, DatasetFact, DatasetFile, ModelAlias, RlorJob, DeletedCheckpoint, LoggedGroups)
 """What the topic carries."""
+
+
+def checkpoint_key(model_id: str, incarnation: str, step: int) -> str:
+    """The key of a deleted checkpoint's record."""
+    return f"checkpoint/{model_id}/{incarnation}/{step}"
 
 
 def job_key(job_id: str) -> str:

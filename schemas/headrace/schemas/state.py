@@ -84,6 +84,15 @@ class StartFrom(Record):
     attempt: str
 
 
+class DoomedWeights(Record):
+    """Versions whose weights go as soon as no step that may have to be run again could read them."""
+
+    steps: tuple[tuple[int, int], ...]
+    """As (first, last), both included."""
+    after: int
+    """The last step that may have read them: they go when a snapshot covers it."""
+
+
 class ModelState(Record):
     """The current state of a model; only the owner of its lane writes it."""
 
@@ -132,6 +141,8 @@ class ModelState(Record):
     refusals_before: dict[RejectionReason, int] = Field(default_factory=dict)
     """`refusals` as they stood at the last step: the difference is what was refused since."""
     trajectory_refusals_before: dict[RejectionReason, int] = Field(default_factory=dict)
+    doomed: tuple[DoomedWeights, ...] = ()
+    """Weights that a client deleted and that are not deleted yet, oldest command first."""
     cancelled_early: tuple[str, ...] = ()
     """Jobs whose cancellation was read before their record."""
     shadow_of: str | None = None
