@@ -36,9 +36,9 @@ class DeleteModel(Record):
 
 
 class DeleteCheckpoints(Record):
-    """Delete the weights of versions: files that nothing needs any more go, when nothing does. The newest version's stay until there is a newer.
+    """Delete the weights of versions: their files go when nothing needs them; the newest version's stay until there is a newer one.
 
-    A step that is cut after this was read can't have one of them as its KL reference.
+    A step that is planned after this was read can't have one of them as its KL reference.
     """
 
     model_id: str
