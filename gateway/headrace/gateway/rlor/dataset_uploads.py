@@ -98,27 +98,20 @@ async def add_file(gate: Gate, dataset: Dataset, name: str, spool: IO[bytes], *,
         await _note_fault(gate, fact, f"{name}: {error}")
         raise ProblemError(400, f"{name}: {error}") from error
     now = find_dataset(await gate.view.fresh(), fact.account, fact.dataset)
-    if now.fact.incarnation != fact.incarnation:
-        await asyncio.to_thread(delete_files, gate.store, [file])
-        raise ProblemError(404, f"{now.name} was deleted while {name} came in, and made anew: send it again")
-    if now.fact.state == "READY":
-        if any(there.sha256 == file.sha256 for there in now.files):
-            return file
-        raise ProblemError(
-            400, f"{now.name} is READY and does not change any more: create another dataset for {name}", code=FAILED_PRECONDITION
-        )
-    former = [there for there in now.files if there.name == name]
+    same = [there for there in now.files if there.sha256 == file.sha256]
+    if any(there.name == name for there in same) and now.fact.state == "READY":
+        return file  # a repeat
     kept = Dataset(now.fact, [*(there for there in now.files if there.name != name), file])
-    if completes and (fault := kept.disagreement()) is not None:
-        raise ProblemError(400, fault)
+    if (refusal := _refusal(dataset, kept, completes=completes)) is not None:
+        await remove_files(gate, [] if same else [file])  # an object is named by its content
+        raise refusal
     changed = now.fact.model_copy(update={"fault": None, "state": "READY" if completes else "UPLOADING", "updated_at": utc_now()})
     key = dataset_file_key(file)
     await gate.writer.commit(
         [_fact_record(gate, file, key), _fact_record(gate, changed, dataset_key(fact.account, fact.dataset))],
         is_in=lambda: gate.view.tables.facts.get(key) == file,
     )
-    stale = [there for there in former if there.sha256 not in {other.sha256 for other in kept.files}]
-    await remove_files(gate, stale)
+    await remove_files(gate, [there for there in now.files if there.sha256 not in {other.sha256 for other in kept.files}])
     return file
 
 
@@ -158,6 +151,17 @@ async def write_fact(gate: Gate, fact: DatasetFact) -> None:
     """
     key = dataset_key(fact.account, fact.dataset)
     await gate.writer.commit([_fact_record(gate, fact, key)], is_in=lambda: gate.view.tables.facts.get(key) == fact)
+
+
+def _refusal(asked: Dataset, kept: Dataset, *, completes: bool) -> ProblemError | None:
+    """Why a dataset can't have the files that it would have; `asked` is how it stood when they began to come in."""
+    if kept.fact.incarnation != asked.fact.incarnation:
+        return ProblemError(404, f"{kept.name} was deleted while the file came in, and made anew: send it again")
+    if kept.fact.state == "READY":
+        return ProblemError(400, f"{kept.name} is READY and does not change any more: create another dataset", code=FAILED_PRECONDITION)
+    if completes and (fault := kept.disagreement()) is not None:
+        return ProblemError(400, f"{kept.name}: {fault}")
+    return None
 
 
 def _fact_record(gate: Gate, record: DatasetFact | DatasetFile, key: str) -> Sealed:
