@@ -14,7 +14,7 @@ from headrace.core.errors import HeadraceError
 from headrace.schemas.training import TrainConfig
 from headrace.trainer.plan import BaseSource, StepPlan
 from headrace.trainer.rank import RankDiedError, RankWorld, StepFailedError
-from headrace.trainer.rank_main import SignOfLife, seat_of_launcher
+from headrace.trainer.rank_main import SignOfLife, nodes_of_launcher, seat_of_launcher
 from headrace.trainer.world import WorldSettings
 
 Plans = Callable[..., StepPlan]
@@ -158,3 +158,21 @@ def test_a_silent_rank_is_noticed_however_often_the_others_give_a_sign_of_life()
         ended.set()
         lively.join()
         world.close()
+
+
+@pytest.mark.parametrize(
+    ("environment", "nodes"),
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": "8", "RANK": "0", "LOCAL_WORLD_SIZE": "4"}, 2),
+        ({"WORLD_SIZE": "8", "RANK": "0", "LOCAL_SIZE": "2"}, 4),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, 1),
+    ],
+    ids=["alone", "torchrun", "deepspeed", "unknown"],
+)
+def test_the_machines_of_a_world_are_what_its_launcher_says(environment: dict[str, str], nodes: int, monkeypatch: pytest.MonkeyPatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert nodes_of_launcher() == nodes

@@ -12,6 +12,7 @@ from headrace.core.kafka import ClientOptions
 from headrace.core.topic_metadata import partition_count
 from headrace.schemas.dead_letters import is_dead_letter
 from headrace.schemas.envelope import header_text, open_record, record_models
+from headrace.schemas.jobs import JobDocument
 from headrace.schemas.state import ModelState
 from headrace.schemas.topics import Topics
 
@@ -65,6 +66,15 @@ class Following:
         """Wait for a model's state."""
         await self._wait(lambda: any(fits(state) for state in self.of(ModelState)), "such state", seconds)
         return [state for state in self.of(ModelState) if fits(state)][-1]
+
+    async def until_job(self, job_id: str, fits: Callable[[JobDocument], bool], seconds: float = 120) -> JobDocument:
+        """Wait for a job's document."""
+
+        def found() -> list[JobDocument]:
+            return [document for document in self.of(JobDocument) if document.job_id == job_id and fits(document)]
+
+        await self._wait(lambda: bool(found()), f"such document of job {job_id}", seconds)
+        return found()[-1]
 
     async def until_dead_letters(self, count: int, seconds: float = 120) -> list[ConsumerRecord]:
         """Wait until there are `count` dead letters."""

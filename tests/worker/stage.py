@@ -49,6 +49,7 @@ from headrace.schemas.envelope import header_text, open_record, record_models, s
 from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.state import StepRecord
 from headrace.schemas.trajectory import TrajectoryGroup
+from headrace.schemas.weights import WeightsRef
 
 R = TypeVar("R", bound=BaseModel)
 LANES = 32
@@ -184,7 +185,9 @@ class Stage:
         """A lane that no other test uses."""
         return next(self._free)
 
-    async def model(self, lane: int, *, max_policy_lag: int | None = None, **batch: object) -> ModelView:
+    async def model(
+        self, lane: int, *, max_policy_lag: int | None = None, start_weights: WeightsRef | None = None, **batch: object
+    ) -> ModelView:
         """Ask for a model on a lane: two groups a step."""
         names = (f"model {i}" for i in self._names)
         name = next(name for name in names if lane_of(model_id_of(self.settings.account, "rules", name), LANES) == lane)
@@ -193,6 +196,7 @@ class Stage:
             project="rules",
             name=name,
             model=learner_settings(learning_rate=1e-2, max_policy_lag=max_policy_lag, **batch),
+            start_weights=start_weights,
         )
 
     @asynccontextmanager

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace.consumers.cut import judge, next_batch
+from headrace.consumers.cut import judge, next_batch, short_of_nodes
 from headrace.consumers.duplicates import DuplicateWindow
 from headrace.consumers.model_run import ModelRun
 from headrace.consumers.waiting import Waiting
@@ -70,6 +70,19 @@ def test_the_stream_is_complete_with_groups_per_step() -> None:
     admit(run, 7)
     admit(run, 9)
     assert offsets(run) == [3, 7]
+
+
+def test_a_job_that_needs_more_machines_is_passed_by_and_keeps_its_place() -> None:
+    run = run_of()
+    admit(run, 0, job_id="large")
+    run.open_job(TrainingJob(job_id="large", group_ids=("g0",), node_count=2), 1)
+    admit(run, 2)
+    admit(run, 3)
+    assert offsets(run) == [2, 3]
+    first = next_batch(run, nodes=2)
+    assert first is not None
+    assert first.job_id == "large"
+    assert (short_of_nodes(run, 1), short_of_nodes(run, 2)) == ({"large": 2}, {})
 
 
 def test_the_stream_is_complete_with_max_tokens_per_step() -> None:

@@ -42,7 +42,7 @@ class Reached:
     state: StateKey
     scalars: TrainingScalars
     snapshot: WeightsRef | None
-    """Of just that state; None where the world holds it, or where it is the base model."""
+    """Of just that state; None where the world holds it, or where it is the base model. At step 0 the weights that the model began with."""
     stopped: str | None
     """Why not further; None: it is the committed step."""
 
@@ -69,11 +69,15 @@ class CatchUp:
     async def ready(self, state: ModelState) -> WeightsRef | None:
         """Make the next step possible; returns the snapshot that it starts from, or None where the world holds the state.
 
+        Of a model's first step, the weights that it begins with; None for the base model.
+
         Raises:
             ModelDivergedError: the committed state can't be had again.
             HeadraceError: the store or the broker is away.
         """
         key = state_key(state)
+        if key.step == 0:
+            return state.start_weights
         if self._world.holds(key):
             return None
         if state.snapshot_step == state.policy_version:
@@ -86,11 +90,11 @@ class CatchUp:
     async def reach(self, state: ModelState) -> Reached:
         """As `ready`, as far as it goes, whatever the digests say: what a resumed model goes on from."""
         records = await self._records(state)
-        reached, snapshot = key_at_snapshot(state, records), state.snapshot
+        reached, snapshot = key_at_snapshot(state, records), _stored_before(state)
         scalars = records[0].scalars_before if records else state.scalars
         for record in records:
             try:
-                rerun = await self._reruns.run(record, state.settings, snapshot)
+                rerun = await self._reruns.run(record, state.settings, snapshot, start=state.start_weights)
             except (CannotRerunError, StateNotHeldError, RankDiedError) as error:
                 return Reached(state=reached, scalars=scalars, snapshot=snapshot, stopped=str(error))
             await asyncio.to_thread(shutil.rmtree, rerun.out_dir, ignore_errors=True)
@@ -112,11 +116,12 @@ class CatchUp:
     async def _again(self, state: ModelState, record: StepRecord) -> None:
         first = record.step == state.snapshot_step + 1
         try:
-            rerun = await self._reruns.run(record, state.settings, state.snapshot if first else None)
+            rerun = await self._reruns.run(record, state.settings, _stored_before(state) if first else None, start=state.start_weights)
         except CannotRerunError as error:
             raise ModelDivergedError(f"{error}. {_RESUME}") from error
         except (ObjectNotFoundError, DigestMismatchError) as error:
-            raise ModelDivergedError(f"the snapshot of step {state.snapshot_step} can't be used: {error}. {_RESUME}") from error
+            what = f"the snapshot of step {state.snapshot_step}" if state.snapshot_step else "what it began with"
+            raise ModelDivergedError(f"{what} can't be used: {error}. {_RESUME}") from error
         except RankDiedError as error:
             self._deaths[state_after(record)] += 1
             if self._deaths[state_after(record)] >= _DEATHS:
@@ -126,6 +131,11 @@ class CatchUp:
         if problem := _problem(rerun):
             raise ModelDivergedError(f"step {record.step}, run again: {problem}. {_RESUME}")
         logger.info("step %d of %s is run again, to the same digests", record.step, state.name)
+
+
+def _stored_before(state: ModelState) -> WeightsRef | None:
+    """What the steps since the snapshot began from: it, or the weights that the model began with."""
+    return state.snapshot if state.snapshot_step else state.start_weights
 
 
 def state_key(state: ModelState) -> StateKey:

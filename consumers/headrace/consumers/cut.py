@@ -9,7 +9,8 @@ Guarantees: a pure function of the log, of the model's committed version and of 
 an intent before its step runs, and an owner that finds one obeys it. A group that is refused here is
 refused through `ModelRun.refuse`, and the place it leaves is filled by the next group of its bucket; a group that lost members keeps its
 place. Members lost here are the batch's to report, in the transaction of its step: reported earlier they would be reported again after a
-crash, since the group is still pending. A job whose kind is not that of its groups fails, and nothing of it trains.
+crash, since the group is still pending. A job whose kind is not that of its groups fails, and nothing of it trains;
+one that needs more machines than there are keeps its place, and the buckets behind it go on.
 """
 
 from dataclasses import dataclass, replace
@@ -49,15 +50,20 @@ class Batch:
     """Members whose versions do not let them train now; `groups` are without them."""
 
 
-def next_batch(run: ModelRun) -> Batch | None:
-    """The batch whose bucket was completed first, judged at the model's version; None while no bucket is complete."""
+def next_batch(run: ModelRun, nodes: int = 1) -> Batch | None:
+    """The batch whose bucket was completed first, judged at the model's version; None while no bucket is complete.
+
+    Args:
+        run: The model.
+        nodes: Machines of the world (`LaneState.nodes`): a job that needs more is passed by.
+    """
     if run.status != "active" or run.recovering or run.rebasing is not None or run.start_from is not None:
         # Pending groups of the committed state must be back in their buckets before anything is cut, and a new beginning comes first.
         return None
     while True:
-        first = _intended(run)
+        first = _intended(run, nodes)
         if first is None:
-            complete = [batch for batch in (_stream(run), *(_job(run, job) for job in run.jobs.values())) if batch is not None]
+            complete = [batch for batch in (_stream(run), *(_job(run, job, nodes) for job in run.jobs.values())) if batch is not None]
             if not complete:
                 return None
             first = min(complete, key=lambda batch: batch.completed_at)
@@ -192,14 +198,14 @@ def _mismatch(run: ModelRun, batch: Batch) -> str | None:
     return f"the job is of kind {kind!r}, but {len(others)} of its {len(batch.groups)} groups are of purpose {purpose!r}: {names}"
 
 
-def _intended(run: ModelRun) -> Batch | None:
+def _intended(run: ModelRun, nodes: int) -> Batch | None:
     """The batch that an intent names, as it was cut: by a clock, or before a worker's end (rules 9 and 10)."""
     intent = run.intent
     if intent is None or intent.step != run.state.policy_version + 1:
         return None
     if intent.job_id is not None:
         job = run.jobs.get(intent.job_id)
-        return None if job is None else _job(run, job)
+        return None if job is None else _job(run, job, nodes)
     groups = tuple(run.waiting[offset] for offset in intent.offsets if offset in run.waiting)
     if len(groups) != len(intent.offsets):
         return None
@@ -224,14 +230,24 @@ def _stream(run: ModelRun) -> Batch | None:
     return None
 
 
-def _job(run: ModelRun, job: OpenJob) -> Batch | None:
-    if job.record_offset is None or (job.document is not None and job.document.state is JobState.PAUSED):
+def _job(run: ModelRun, job: OpenJob, nodes: int) -> Batch | None:
+    if job.record_offset is None or not _is_complete(run, job):
         return None
-    if not has_all_groups(run, job):
+    if job.document is not None and job.document.options.node_count > nodes:
         return None
     groups = tuple(waiting for waiting in run.waiting.values() if waiting.job_id == job.job_id)
     last = max((waiting.offset for waiting in groups), default=0)
     return Batch(groups=groups, job_id=job.job_id, cut="job", completed_at=max(job.record_offset, last))
+
+
+def _is_complete(run: ModelRun, job: OpenJob) -> bool:
+    return not (job.document is not None and job.document.state is JobState.PAUSED) and has_all_groups(run, job)
+
+
+def short_of_nodes(run: ModelRun, nodes: int) -> dict[str, int]:
+    """By id the machines that jobs need which could begin, were there so many."""
+    needed = {job_id: job.document.options.node_count for job_id, job in run.jobs.items() if job.document is not None}
+    return {job_id: count for job_id, count in needed.items() if count > nodes and _is_complete(run, run.jobs[job_id])}
 
 
 def has_all_groups(run: ModelRun, job: OpenJob) -> bool:

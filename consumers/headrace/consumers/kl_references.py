@@ -1,24 +1,30 @@
 """The policy that a step measures KL against, as a local folder for the rank.
 
-Which one is a pure function of the config and the model's version: the base model, a step of the same model, the step so many versions
-back, or an adapter in the object store. Where a step's weights are is read from the ledger, once; later steps are noted as they commit.
+Which one is a pure function of the config and the model's version: version 0 (the base model, or the weights that the model began with), a
+step of the same model, the step so many versions back, an adapter in the object store, or log-probabilities there. Where a step's weights
+are is read from the ledger, once; later steps are noted as they commit.
 Guarantees: a step's weights are checked against the digest that was committed; an adapter comes from our object store only, never from a
-path or another host. Gives up: an adapter's identity (the ledger holds its URI, not its digest): names in the store are never used again.
+path or another host; a step of which a sequence has no stored log-probability does not begin. Gives up: the identity of an adapter and of
+log-probabilities (the ledger holds their URI, not their digest): names in the store are never used again.
 """
 
 import asyncio
 import logging
 import shutil
 import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions
 from headrace.core.reading import stream_to_end
-from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError, ObjectStore, fetch_folder
+from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError, ObjectStore, fetch_folder, read_manifest
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.state import StepRecord
 from headrace.schemas.weights import WeightsRef
+from headrace.trainer.groups import TokenizedGroup
+from headrace.trainer.logprobs_file import LOGPROBS_FILE, Floats, LogprobsFileError, matched, read_logprobs
 from headrace.trainer.options import KlOptions
 from headrace.trainer.plan import KlReference
 
@@ -31,6 +37,20 @@ _NAMESPACE = uuid.UUID("4d3c1f8e-20f7-5f0b-8c9e-5d1a4f2e7b61")
 
 class ReferenceMissingError(HeadraceError):
     """The reference policy can't be had; says which and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferencedStep:
+    """The step that needs a reference."""
+
+    model_id: str
+    incarnation: str
+    version: int
+    """That it starts from."""
+    start: WeightsRef | None = None
+    """What version 0 is; None: the base model."""
+    groups: Sequence[TokenizedGroup] = ()
+    evaluation: Sequence[TokenizedGroup] = ()
 
 
 class KlReferences:
@@ -52,27 +72,60 @@ class KlReferences:
         self._folder = folder
         self._weights: dict[tuple[str, str, int], WeightsRef] = {}
         self._held: dict[str, Path] = {}
+        self._logprobs: tuple[str, dict[bytes, Floats]] | None = None
+        """The file that was read last, by its URI."""
 
     def note(self, record: StepRecord) -> None:
         """A step was committed."""
         self._weights[record.model_id, record.incarnation, record.step] = record.weights
 
-    async def of(self, model_id: str, incarnation: str, version: int, kl: KlOptions) -> KlReference:
-        """The reference of the step that starts from `version`.
+    async def of(self, needed: ReferencedStep, kl: KlOptions) -> KlReference:
+        """The reference of a step.
 
         Raises:
-            ReferenceMissingError: no such step, its weights or the adapter are gone or changed, or the adapter is not in our store.
+            ReferenceMissingError: no such step; its weights, the adapter or the log-probabilities are gone or changed, are not in our
+                store, or lack a sequence of the step.
             HeadraceError: Kafka or the store can't be reached.
         """
+        if kl.logprobs_uri is not None:
+            return await self._stored_logprobs(needed, kl.logprobs_uri)
         if kl.adapter_uri is not None:
-            return await self._fetched(model_id, kl.adapter_uri, None)
+            return await self._fetched(needed.model_id, kl.adapter_uri, None)
+        version = needed.version
         step = kl.reference_step if kl.step_lag is None else max(0, version - kl.step_lag)
         if not step:
-            return BASE
+            return BASE if needed.start is None else await self._fetched(needed.model_id, needed.start.uri, needed.start.digest)
         if step > version:
             raise ReferenceMissingError(f"kl_penalty_reference_step is {step}, but the model has {version} steps: name one that exists")
-        ref = await self._weights_of(model_id, incarnation, step)
-        return await self._fetched(model_id, ref.uri, ref.digest)
+        ref = await self._weights_of(needed.model_id, needed.incarnation, step)
+        return await self._fetched(needed.model_id, ref.uri, ref.digest)
+
+    async def _stored_logprobs(self, needed: ReferencedStep, uri: str) -> KlReference:
+        if self._logprobs is None or self._logprobs[0] != uri:
+            try:
+                self._logprobs = (uri, await asyncio.to_thread(self._read_logprobs, uri))
+            except ObjectNotFoundError as error:
+                raise ReferenceMissingError(f"kl_ref_logprobs {uri} is gone: {error}") from error
+            except (InvalidKeyError, DigestMismatchError, LogprobsFileError) as error:
+                raise ReferenceMissingError(f"kl_ref_logprobs {uri} can't be used: {error}") from error
+        known = self._logprobs[1]
+        logprobs, missing = matched(needed.groups, known)
+        if missing:
+            raise ReferenceMissingError(
+                f"kl_ref_logprobs {uri} lacks {len(missing)} of the step's {len(logprobs)} sequences, the first of {missing[0]}: run a "
+                "forward-only job on the same groups, with the same base model and chat template"
+            )
+        evaluation, unknown = matched(needed.evaluation, known)
+        if unknown:
+            logger.info("%s lacks %d of the evaluation set's %d sequences: their KL is left out", uri, len(unknown), len(evaluation))
+        return KlReference(kind="logprobs", logprobs=logprobs, evaluation=evaluation)
+
+    def _read_logprobs(self, uri: str) -> dict[bytes, Floats]:
+        uri = uri.rstrip("/")
+        digests = {file.path: file.sha256 for file in read_manifest(self._store, uri, None).files}
+        if LOGPROBS_FILE not in digests:
+            raise LogprobsFileError(f"it has no {LOGPROBS_FILE}: name `logprobs.uri` of a forward-only job's document")
+        return read_logprobs(self._store.get_bytes(f"{self._store.resolve(uri)}/{LOGPROBS_FILE}", sha256=digests[LOGPROBS_FILE]))
 
     async def _weights_of(self, model_id: str, incarnation: str, step: int) -> WeightsRef:
         key = (model_id, incarnation, step)

@@ -45,6 +45,7 @@ from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore
 from headrace.core.topic_admin import retention_ms
 from headrace.schemas.state import ModelState
+from headrace.trainer.rank_main import nodes_of_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,8 @@ class Lane:
             await asyncio.shield(asyncio.gather(writer.stop(), reader.stop(), return_exceptions=True))
 
     async def _book(self, memory: LaneMemory) -> LaneBook:
-        book = LaneBook(state=memory.lane, position=memory.lane.scanned, ledger_end=memory.ledger_end, unclean=not memory.lane.clean)
+        lane = memory.lane.model_copy(update={"nodes": nodes_of_launcher()})
+        book = LaneBook(state=lane, position=memory.lane.scanned, ledger_end=memory.ledger_end, unclean=not memory.lane.clean)
         for model_id, state in memory.models.items():
             if state.status == "active" and (problem := problem_of(state.settings, self._settings.base_models)) is not None:
                 # Its groups must not be refused because one worker is set up wrongly: nothing of the lane is touched.

@@ -124,6 +124,7 @@ class CommandHandler:
             settings=command.settings,
             shadow_of=command.shadow_of,
             start_from=command.start_from,
+            start_weights=command.start_weights,
             scanned=self._book.position,
             created_at=command.created_at,
         )

@@ -10,14 +10,15 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Literal
 
 from headrace.consumers.catch_up import ModelDivergedError
-from headrace.consumers.cut import Batch, next_batch
+from headrace.consumers.cut import Batch, next_batch, short_of_nodes
 from headrace.consumers.lane_book import LaneBook, RunningStep
 from headrace.consumers.lane_committer import LaneCommitter
 from headrace.consumers.model_run import ModelRun
 from headrace.consumers.snapshots import SnapshotKeeper
-from headrace.consumers.step_runner import BatchGivenUpError, StepRunner, finish_job
+from headrace.consumers.step_runner import BatchGivenUpError, CannotBeginError, StepRunner, finish_job
 from headrace.consumers.transaction import CommittedStep
 from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError
 from headrace.schemas.jobs import JobState
@@ -83,10 +84,18 @@ class LaneTraining:
         for run in self._book.runs.values():
             if _begins_anew(run):
                 return run, None
-        ready = [(run, batch) for run in self._book.runs.values() if (batch := next_batch(run)) is not None]
+        nodes = self._book.state.nodes
+        ready = [(run, batch) for run in self._book.runs.values() if (batch := next_batch(run, nodes)) is not None]
+        self._note_short_of_nodes(nodes)
         if ready:
             return min(ready, key=lambda pair: pair[1].completed_at)
         return next(((run, None) for run in self._book.runs.values() if run.settling), None)
+
+    def _note_short_of_nodes(self, nodes: int) -> None:
+        for run in self._book.runs.values():
+            for job_id, needed in short_of_nodes(run, nodes).items():
+                machines = f"it needs {needed} nodes, and the worker that owns lane {self._book.state.lane} has {nodes}"
+                run.note_waiting(job_id, f"{machines}: it is trained when one with as many owns the lane (a launcher across machines)")
 
     async def _step(self, run: ModelRun, batch: Batch) -> None:
         suspect = self._book.unclean and run.state.model_id not in self._proven
@@ -100,8 +109,11 @@ class LaneTraining:
             self._give_up(run, batch, str(error))
             await self._committer.commit()
             return
+        except CannotBeginError as error:
+            await self._stopped(run, batch, "stopped", str(error))
+            return
         except ModelDivergedError as error:
-            await self._diverged(run, batch, str(error))
+            await self._stopped(run, batch, "diverged", str(error))
             return
         if step is not None:
             await self._commit(run, step, partial(_finished, run, batch, step))
@@ -186,14 +198,15 @@ class LaneTraining:
         try:
             taken = await self._steps.settle(run)
         except ModelDivergedError as error:
-            await self._diverged(run, None, str(error))
+            await self._stopped(run, None, "diverged", str(error))
             return
         if taken is not None and run.status == "active":
             await self._committer.commit(snapshots={run.state.model_id: taken})
             logger.info("step %d of %s has a snapshot now", run.state.policy_version, run.state.name)
 
-    async def _diverged(self, run: ModelRun, batch: Batch | None, detail: str) -> None:
-        logger.error("%s has diverged: %s", run.state.name, detail)
+    async def _stopped(self, run: ModelRun, batch: Batch | None, status: Literal["stopped", "diverged"], detail: str) -> None:
+        said = f"the model {'has diverged' if status == 'diverged' else 'is stopped'}: {detail}"
+        logger.error("%s: %s", run.state.name, said)
         run.intent = None
         if (
             batch is not None
@@ -201,9 +214,9 @@ class LaneTraining:
             and batch.job_id in run.jobs
             and _state_of(run, batch.job_id) is not JobState.PAUSED
         ):
-            run.move_job(batch.job_id, JobState.FAILED, message=f"the model has diverged: {detail}")
-            run.refuse_all(RejectionReason.MODEL_STOPPED, f"the model has diverged: {detail}", batch.job_id)
-        run.set_status("diverged", detail)
+            run.move_job(batch.job_id, JobState.FAILED, message=said)
+            run.refuse_all(RejectionReason.MODEL_STOPPED, said, batch.job_id)
+        run.set_status(status, detail)
         await self._committer.commit()
 
     def _give_up(self, run: ModelRun, batch: Batch, message: str) -> None:

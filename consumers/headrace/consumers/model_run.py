@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from headrace.consumers.duplicates import DuplicateWindow
+from headrace.consumers.job_documents import moved, opened
 from headrace.consumers.state_bounds import DETAIL_LIMIT, MESSAGE_LIMIT, OPEN_JOBS_BYTES, JobSizes, latest
 from headrace.consumers.waiting import Waiting
 from headrace.schemas.base import utc_now
@@ -237,17 +238,7 @@ class ModelRun:
         if record.job_id in self.closed or (known is not None and known.record_offset is not None):
             return
         refused = known.refused if known is not None else ()
-        document = JobDocument(
-            job_id=record.job_id,
-            model_id=self.state.model_id,
-            state=JobState.PENDING,
-            created_at=record.created_at,
-            kind=record.kind,
-            config=record.config,
-            sft=record.sft,
-            num_groups=len(record.group_ids),
-            groups_rejected=len(refused),
-        )
+        document = opened(record, self.state.model_id, refused=len(refused))
         self.jobs[record.job_id] = OpenJob(
             job_id=record.job_id,
             record_offset=offset,
@@ -308,20 +299,25 @@ class ModelRun:
         """
         job = self.jobs[job_id]
         document = job.document
-        if document is None or to not in TRANSITIONS[document.state]:
-            raise RuntimeError(f"job {job_id} can't go from {document and document.state} to {to}")
-        now = utc_now()
-        message = message and message[:MESSAGE_LIMIT]
-        stamps = {"started_at": now} if to is JobState.RUNNING else {} if TRANSITIONS[to] else {"completed_at": now}
-        changes = {"state": to, "updated_at": now, "error_message": message, "moves": document.moves + 1, **stamps, **fields}
-        moved = document.model_copy(update=changes)
-        self.jobs[job_id] = job.model_copy(update={"document": moved})
-        self._changed(moved, previous=document.state, message=message)
+        if document is None:
+            raise RuntimeError(f"job {job_id} can't go to {to}: its record was not read")
+        now = moved(document, to, message, fields)
+        self.jobs[job_id] = job.model_copy(update={"document": now})
+        self._changed(now, previous=document.state, message=now.error_message)
         if self.intent is not None and self.intent.job_id == job_id and to is not JobState.RUNNING:
             self.intent = None
         if not TRANSITIONS[to]:
             del self.jobs[job_id]
             self._close(job_id)
+
+    def note_waiting(self, job_id: str, why: str) -> None:
+        """Say in a job's document why it is not begun; the next commit publishes it."""
+        job = self.jobs[job_id]
+        if job.document is not None and job.document.waiting_for != why:
+            document = job.document.model_copy(update={"waiting_for": why, "updated_at": utc_now()})
+            self.jobs[job_id] = job.model_copy(update={"document": document})
+            self.documents[job_id] = document
+            self.touch()
 
     def _changed(self, document: JobDocument, *, previous: JobState | None, message: str | None) -> None:
         self.documents[document.job_id] = document

@@ -43,6 +43,8 @@ class Task:
 
     model: ModelSettings
     route: Route
+    start: WeightsRef | None = None
+    """What the model's version 0 is; None: the base model."""
     fork: Fork | None = None
     """None: the steps as they were."""
     ranks: int | None = None
@@ -156,6 +158,8 @@ class _Run:
             record,
             device.model,
             snapshot,
+            start=self._task.start,
+            evaluate=True,
             changes=None if fork is None else fork.changes,
             scalars=self._scalars,
             keep_snapshot=self._task.keep_state and record is self._task.route.records[-1],
@@ -173,7 +177,7 @@ class _Run:
         shape, model = self._shape(record), self._task.model if fork is None else fork.model
         if before is None or before.cut in BEGIN_ANEW:
             start = self._task.route.start
-            snapshot = before.snapshot if before is not None else None if start is None else start.snapshot
+            snapshot = before.snapshot if before is not None else self._task.start if start is None else start.snapshot
             if device is None or (device.shape, device.model) != (shape, model) or device.reads_carried:
                 device = await self._open(shape, model, carried=False)
             return device, snapshot

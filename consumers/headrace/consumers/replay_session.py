@@ -87,7 +87,14 @@ async def answer(
     """
     state, route, fork = await _checked(settings, question)
     opened(state, route)
-    task = Task(model=state.settings, route=route, fork=fork, ranks=question.ranks, keep_state=question.publish is not None)
+    task = Task(
+        model=state.settings,
+        route=route,
+        start=state.start_weights,
+        fork=fork,
+        ranks=question.ranks,
+        keep_state=question.publish is not None,
+    )
     outcome = Outcome(route=route)
     async with replay(settings, task) as steps:
         async for step in steps:

@@ -51,7 +51,7 @@ class Route:
     """What to run."""
 
     start: Start | None
-    """None: the base model."""
+    """None: the base model, or the weights that the model began with."""
     gone: int
     """Snapshots nearer to the first step that do not exist any more."""
     first: int

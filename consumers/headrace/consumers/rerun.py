@@ -10,6 +10,7 @@ back. Gives up: proof that a group's refusals are the ledger's beyond the plan's
 """
 
 import asyncio
+import logging
 import shutil
 import uuid
 from collections.abc import Iterable
@@ -19,13 +20,15 @@ from pathlib import Path
 from headrace.consumers.admission import AdmissionRequest, Admitted
 from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.cut import judge
-from headrace.consumers.kl_references import KlReferences, ReferenceMissingError
+from headrace.consumers.evaluation_sets import EvaluationSetError, evaluation_groups
+from headrace.consumers.kl_references import KlReferences, ReferencedStep, ReferenceMissingError
 from headrace.consumers.world import TrainerWorld, base_source
 from headrace.core.errors import HeadraceError
 from headrace.core.fetching import fetch_offsets
 from headrace.core.kafka import client_options
 from headrace.core.reading import OffsetLostError
 from headrace.core.settings import Settings
+from headrace.core.store import open_store
 from headrace.core.store.digests import sha256_of_file
 from headrace.core.store.folders import folder_digest
 from headrace.schemas.state import Fingerprint, OffsetRange, StepRecord, TrainingScalars
@@ -35,6 +38,8 @@ from headrace.trainer.groups import TokenizedGroup
 from headrace.trainer.options import merged_config, resolve
 from headrace.trainer.plan import BaseSource, KlReference, StateKey, StepPlan, StepResult
 from headrace.trainer.rank import StepFailedError, cause_of
+
+logger = logging.getLogger(__name__)
 
 BEGIN_ANEW = frozenset({"rebased", "forked"})
 """Cuts of steps that train nothing: the state is that of their snapshot, however the steps before went."""
@@ -87,6 +92,7 @@ class StepReruns:
         self._pool = pool
         self._lane = lane
         self._references = references
+        self._store = open_store(settings.store.url, settings.s3)
         self._options = client_options(settings.kafka, f"headrace-rerun-{lane}")
         self._topic = settings.groups_topic
 
@@ -96,19 +102,23 @@ class StepReruns:
         model: ModelSettings,
         snapshot: WeightsRef | None,
         *,
+        start: WeightsRef | None = None,
         changes: Changes | None = None,
         scalars: TrainingScalars | None = None,
         keep_snapshot: bool = False,
+        evaluate: bool = False,
     ) -> Rerun:
         """Run a step again.
 
         Args:
             record: Of the ledger.
             model: The model's settings.
-            snapshot: Of the state that the step starts from; None where the world holds it, or where the step is the first.
+            snapshot: Of the state that the step starts from; None where the world holds it, or where the step is the base model's first.
+            start: What the model's version 0 is; None: the base model.
             changes: Of a fork.
             scalars: Of a fork, whose state is another one than the record's; None: the record's.
             keep_snapshot: Whether the new state is written, too.
+            evaluate: Whether the evaluation set of the step's job is scored, too, where it is still there. No weight depends on it.
 
         Raises:
             CannotRerunError: see there.
@@ -119,16 +129,20 @@ class StepReruns:
         config = record.config if changes.config is None else merged_config(record.config, changes.config)
         if record.cut in BEGIN_ANEW:
             raise CannotRerunError(f"step {record.step} is {record.cut}: it trained nothing, and begins anew from its own snapshot")
+        groups = await self._groups(record, model, config, changes.exclude)
+        evaluation = await self._evaluation(record, model) if evaluate else ()
         plan = StepPlan(
             state=state_before(record),
             attempt=record.attempt,
             base=self._base(model),
             settings=model,
             config=config,
-            groups=await self._groups(record, model, config, changes.exclude),
+            groups=groups,
             sft=record.sft,
+            forward_only=record.options.forward_only,
+            evaluation=evaluation,
             scalars=record.scalars_before if scalars is None else scalars,
-            reference=await self._reference(record, config),
+            reference=await self._reference(record, config, start, groups, evaluation),
             snapshot=keep_snapshot,
             out_dir=str(self._settings.worker.work_dir.absolute() / f"rerun-{uuid.uuid4()}"),
         )
@@ -157,12 +171,34 @@ class StepReruns:
             raise CannotRerunError(f"base model {model.base_model!r} is not in this worker's catalogue")
         return base_source(entry)
 
-    async def _reference(self, record: StepRecord, config: TrainConfig) -> KlReference | None:
+    async def _evaluation(self, record: StepRecord, model: ModelSettings) -> tuple[TokenizedGroup, ...]:
+        try:
+            return await evaluation_groups(self._store, self._pool, record.options.evaluation, self._base(model), model)
+        except EvaluationSetError as error:
+            logger.warning("step %d is run again without its evaluation: %s", record.step, error)
+            return ()
+
+    async def _reference(
+        self,
+        record: StepRecord,
+        config: TrainConfig,
+        start: WeightsRef | None,
+        groups: tuple[TokenizedGroup, ...],
+        evaluation: tuple[TokenizedGroup, ...],
+    ) -> KlReference | None:
         options = resolve(config)
         if not options.needs_reference or record.sft is not None:
             return None
+        needed = ReferencedStep(
+            model_id=record.model_id,
+            incarnation=record.incarnation,
+            version=record.policy_version_before,
+            start=start,
+            groups=groups,
+            evaluation=evaluation,
+        )
         try:
-            return await self._references.of(record.model_id, record.incarnation, record.policy_version_before, options.kl)
+            return await self._references.of(needed, options.kl)
         except ReferenceMissingError as error:
             raise CannotRerunError(str(error)) from error
 

@@ -14,6 +14,7 @@ import orjson
 
 from headrace.consumers.step_folders import KINDS, folder_key
 from headrace.core.store import ObjectStore, StoreError, read_manifest, store_folder
+from headrace.core.store.folders import MANIFEST
 from headrace.schemas.report import REPORT_FILE, ROWS_FILE, StepReport
 from headrace.schemas.weights import FolderKind, Manifest, WeightsRef
 from headrace.trainer.plan import StateKey, StepResult
@@ -32,6 +33,8 @@ class StoredStep:
     """Where the plan asked for one."""
     plots: WeightsRef | None
     """Where the step drew any."""
+    logprobs: WeightsRef | None = None
+    """Where the step computed log-probabilities instead of training."""
 
 
 async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, duplicates: bytes, report: StepReport) -> StoredStep:
@@ -39,7 +42,7 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
 
     Args:
         store: The object store.
-        out_dir: The plan's `out_dir`, with `weights/` and perhaps `snapshot/`, `plots/` and `rows/`.
+        out_dir: The plan's `out_dir`, with `weights/` and perhaps `snapshot/`, `plots/`, `rows/` and `logprobs/`.
         result: What the rank answered.
         duplicates: The duplicate window at the cut: part of the snapshot, where there is one.
         report: Of the step; the kept rows lie beside it.
@@ -62,6 +65,7 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
         report=stored["report"][1],
         snapshot=stored["snapshot"][1] if "snapshot" in stored else None,
         plots=stored["plots"][1] if "plots" in stored else None,
+        logprobs=stored["logprobs"][1] if "logprobs" in stored else None,
     )
 
 
@@ -86,6 +90,21 @@ async def store_snapshot(store: ObjectStore, folder: Path, key: StateKey, duplic
         return ref
 
     return await asyncio.to_thread(put)
+
+
+async def store_for_deployment(store: ObjectStore, deployment: str, key: StateKey, stored: StoredStep) -> str:
+    """Write a version's manifest under a deployment's prefix, too; returns its identity, the name of the snapshot there.
+
+    `deployments/<deployment>/<identity>/manifest.json`, with the folder of the files in `uri`; the identity is new for every attempt.
+
+    Raises:
+        HeadraceError: the store can't be reached, or refuses.
+    """
+    identity = f"v{key.step}-{(key.attempt or '')[-12:]}"
+    manifest = stored.weights_manifest.model_copy(update={"uri": stored.weights.uri})
+    body = orjson.dumps(manifest.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
+    await asyncio.to_thread(store.put_bytes_if_absent, f"deployments/{deployment}/{identity}/{MANIFEST}", body)
+    return identity
 
 
 def _put(store: ObjectStore, folder: Path, kind: FolderKind, key: StateKey, called: StateKey) -> tuple[Manifest, WeightsRef]:

@@ -1,8 +1,8 @@
 """Folders of steps in the object store: how they are called, which there are, and how one goes.
 
-`models/<model id>/<incarnation>/<weights|snapshots|plots|reports>/<step>-<attempt>/…`, the step in eight digits. Guarantees: a folder's
-name says all of its identity; one that is deleted loses its manifest first, so that what is left of an interrupted deletion is no folder
-to anybody but this module. Gives up: what has other names; it is not listed and never deleted. All calls block.
+`models/<model id>/<incarnation>/<weights|snapshots|plots|reports|logprobs>/<step>-<attempt>/…`, the step in eight digits. Guarantees: a
+folder's name says all of its identity; one that is deleted loses its manifest first, so that what is left of an interrupted deletion is no
+folder to anybody but this module. Gives up: what has other names; it is not listed and never deleted. All calls block.
 """
 
 import re
@@ -16,7 +16,13 @@ from headrace.core.store.folders import MANIFEST
 from headrace.schemas.weights import FolderKind
 from headrace.trainer.plan import StateKey
 
-_FOLDERS: dict[FolderKind, str] = {"weights": "weights", "snapshot": "snapshots", "plots": "plots", "report": "reports"}
+_FOLDERS: dict[FolderKind, str] = {
+    "weights": "weights",
+    "snapshot": "snapshots",
+    "plots": "plots",
+    "report": "reports",
+    "logprobs": "logprobs",
+}
 KINDS: dict[str, FolderKind] = {folder: kind for kind, folder in _FOLDERS.items()}
 _KEY = re.compile(rf"models/([^/]+)/([^/]+)/({'|'.join(_FOLDERS.values())})/(\d{{8,}})-([^/]+)/")
 

@@ -16,6 +16,7 @@ from headrace.consumers.model_run import ModelRun
 from headrace.consumers.step_files import StoredStep
 from headrace.consumers.transaction import CommittedStep
 from headrace.schemas.events import StepCompleted
+from headrace.schemas.jobs import JobOptions
 from headrace.schemas.state import ModelState, Rebased, StepRecord, offset_ranges
 from headrace.schemas.training import TrainConfig
 from headrace.schemas.weights import WeightsPublished
@@ -32,6 +33,9 @@ class StepOutcome:
     batch: Batch
     window_ids: int
     reported: tuple[int, int, int]
+    asked: JobOptions
+    """By the step's job."""
+    hot_load_identity: str | None = None
     rebased: Rebased | None = None
 
 
@@ -62,6 +66,7 @@ def committed_step(run: ModelRun, lane: int, outcome: StepOutcome) -> CommittedS
         uri=stored.weights.uri,
         digest=stored.weights.digest,
         files=stored.weights_manifest.files,
+        rollout_deployments=outcome.asked.rollout_deployments,
     )
     return CommittedStep(
         model_id=record.model_id,
@@ -94,6 +99,9 @@ def _record(state: ModelState, lane: int, outcome: StepOutcome, metrics: dict[st
         groups=len(batch.groups),
         cut=batch.cut,
         sft=plan.sft,
+        options=outcome.asked,
+        logprobs=stored.logprobs,
+        hot_load_identity=outcome.hot_load_identity,
         rebased=outcome.rebased,
         config=plan.config,
         config_digest=config_digest(plan.config),

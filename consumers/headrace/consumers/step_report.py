@@ -65,7 +65,7 @@ def build_report(
 
 
 def _groups(plan: StepPlan, waiting: Sequence[Waiting]) -> tuple[ReportedGroup, ...]:
-    advantages = None if plan.sft is not None else _advantages(plan)
+    advantages = None if plan.sft is not None or plan.forward_only else _advantages(plan)
     return tuple(
         ReportedGroup(
             group_id=group.group_id,

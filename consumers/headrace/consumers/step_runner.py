@@ -19,18 +19,20 @@ from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.attempts import Attempts
 from headrace.consumers.catch_up import CatchUp, ModelDivergedError, state_key
 from headrace.consumers.cut import Batch
-from headrace.consumers.kl_references import KlReferences, ReferenceMissingError
+from headrace.consumers.evaluation_sets import EvaluationSetError, evaluation_groups
+from headrace.consumers.job_documents import evaluation_of, options_of, without_evaluation
+from headrace.consumers.kl_references import KlReferences, ReferencedStep, ReferenceMissingError
 from headrace.consumers.lane_commands import problem_of
 from headrace.consumers.model_run import ModelRun
 from headrace.consumers.rerun import StepReruns
-from headrace.consumers.step_files import store_snapshot, store_step
+from headrace.consumers.step_files import store_for_deployment, store_snapshot, store_step
 from headrace.consumers.step_records import StepOutcome, committed_step
 from headrace.consumers.step_report import build_report
 from headrace.consumers.transaction import CommittedStep, TakenSnapshot
 from headrace.consumers.world import StateNotHeldError, TrainerWorld, base_source
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
-from headrace.core.store import DigestMismatchError, ObjectNotFoundError, ObjectStore
+from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError, ObjectStore
 from headrace.schemas.jobs import JobState
 from headrace.schemas.state import Rebased, StepRecord
 from headrace.schemas.training import SftConfig, TrainConfig
@@ -48,6 +50,10 @@ MAX_WINDOW_IDS = 16_384
 
 class BatchGivenUpError(Exception):
     """The step failed for good; the message says why."""
+
+
+class CannotBeginError(Exception):
+    """The weights that the model begins with can't be had: it stops, and may be resumed when they are there."""
 
 
 @dataclass(slots=True)
@@ -71,7 +77,7 @@ class StepRunner:
         store: Object store.
         world: The device.
         lane: Partition number.
-        pool: Reads groups again where a step is run again.
+        pool: Reads groups again where a step is run again, and evaluation sets.
         references: Policies that KL is measured against.
     """
 
@@ -82,6 +88,7 @@ class StepRunner:
         self._store = store
         self._world = world
         self._lane = lane
+        self._pool = pool
         self._references = references
         reruns = StepReruns(settings, world, pool, lane, references)
         options = client_options(settings.kafka, f"headrace-catch-up-{lane}")
@@ -95,6 +102,7 @@ class StepRunner:
 
         Raises:
             BatchGivenUpError: it failed for good.
+            CannotBeginError: it is the model's first, and its start weights can't be had.
             ModelDivergedError: the state that it starts from can't be had again.
             HeadraceError: the store can't be reached.
         """
@@ -111,14 +119,18 @@ class StepRunner:
             except StateNotHeldError as error:
                 logger.warning("%s: caught up once more", error)  # the world broke, or another's turn did
                 continue
-            except ReferenceMissingError as error:
+            except (ReferenceMissingError, EvaluationSetError) as error:
                 raise BatchGivenUpError(str(error)) from error
             try:
                 timer.lap("catch_up")
                 result = await self._world.run(plan, snapshot)
                 timer.lap("in_world")
                 return await self._stored(run, batch, plan, result, timer)
-            except (ObjectNotFoundError, DigestMismatchError) as error:
+            except (ObjectNotFoundError, DigestMismatchError, InvalidKeyError) as error:
+                if run.state.policy_version == 0:
+                    raise CannotBeginError(f"the weights that it begins with can't be used: {error}") from error
+                if isinstance(error, InvalidKeyError):
+                    raise  # another store than the one that trained it: this worker is set up wrongly
                 raise ModelDivergedError(f"the snapshot of step {run.state.snapshot_step} can't be used: {error}") from error
             except StateNotHeldError as error:
                 logger.warning("%s: caught up once more", error)  # as above, after it was caught up
@@ -240,24 +252,36 @@ class StepRunner:
 
     async def _plan(self, run: ModelRun, batch: Batch, config: TrainConfig) -> StepPlan:
         state = run.state
-        sft = self._sft(run, batch)
+        sft, asked = self._sft(run, batch), options_of(run.jobs, batch.job_id)
         attempt = await self.attempts.new(state.model_id)
         options = resolve(config)
+        groups = tuple(waiting.group for waiting in batch.groups)
+        evaluation = await evaluation_groups(self._store, self._pool, asked.evaluation, self._base(run), state.settings)
         reference = None
         if options.needs_reference and sft is None:
-            reference = await self._references.of(state.model_id, state.incarnation, state.policy_version, options.kl)
+            needed = ReferencedStep(
+                model_id=state.model_id,
+                incarnation=state.incarnation,
+                version=state.policy_version,
+                start=state.start_weights,
+                groups=groups,
+                evaluation=evaluation,
+            )
+            reference = await self._references.of(needed, options.kl)
         return StepPlan(
             state=state_key(state),
             attempt=attempt,
             base=self._base(run),
             settings=state.settings,
             config=config,
-            groups=tuple(waiting.group for waiting in batch.groups),
+            groups=groups,
             sft=sft,
+            forward_only=asked.forward_only,
+            evaluation=evaluation,
             scalars=state.scalars,
             reference=reference,
             snapshot=self._snapshot_due(run),
-            report_rows=self._settings.worker.report_rows,
+            report_rows="none" if asked.forward_only else self._settings.worker.report_rows,
             out_dir=str(self._work_dir / attempt),
         )
 
@@ -283,19 +307,36 @@ class StepRunner:
             rows=plan.report_rows,
         )
         stored = await store_step(self._store, Path(plan.out_dir), result, duplicates, report)
-        outcome = StepOutcome(plan=plan, result=result, stored=stored, batch=batch, window_ids=window_ids, reported=reported)
+        asked = options_of(run.jobs, batch.job_id)
+        identity = None
+        if asked.hot_load_deployment is not None:
+            identity = await store_for_deployment(self._store, asked.hot_load_deployment, result.key, stored)
+        outcome = StepOutcome(
+            plan=plan,
+            result=result,
+            stored=stored,
+            batch=batch,
+            window_ids=window_ids,
+            reported=reported,
+            asked=asked,
+            hot_load_identity=identity,
+        )
         return committed_step(run, self._lane, outcome)
 
 
 def finish_job(run: ModelRun, step: CommittedStep) -> None:
     """Move the step's job to COMPLETED, with what the document says of it."""
-    if step.record.job_id is None:
+    record = step.record
+    if record.job_id is None:
         return
     run.move_job(
-        step.record.job_id,
+        record.job_id,
         JobState.COMPLETED,
-        step=step.record.step,
+        step=record.step,
         num_sequences=step.num_sequences,
-        metrics=step.completed.metrics,
-        accelerator_seconds={step.accelerator: step.completed.seconds},
+        metrics=without_evaluation(record.metrics),
+        evaluation=evaluation_of(record.metrics),
+        logprobs=record.logprobs,
+        hot_load_identity=record.hot_load_identity,
+        accelerator_seconds={step.accelerator: step.completed.seconds * record.fingerprint.world_size},
     )

@@ -82,7 +82,8 @@ class TrainerWorld:
 
         Args:
             plan: Without `load_from`.
-            snapshot: The committed snapshot of just `plan.state`; None where there is none, or at step 0.
+            snapshot: The committed snapshot of just `plan.state`; None where there is none. At step 0 the weights that the model begins
+                with; None: the base model.
 
         Raises:
             StepFailedError: the step raised.
@@ -202,7 +203,7 @@ class TrainerWorld:
 
     async def _load_from(self, plan: StepPlan, snapshot: WeightsRef | None) -> Path | None:
         state = plan.state
-        if state.step == 0 or state == self._resident:
+        if (state.step == 0 and snapshot is None) or state == self._resident:
             return None
         if state == self._parked.get(state.model_id):
             return self._parked_at(state)

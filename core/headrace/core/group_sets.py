@@ -61,6 +61,14 @@ def store_groups(store: ObjectStore, groups: Iterable[TrajectoryGroup | SampledG
     return GroupSet(uri=store.uri(key), sha256=sha256, size=size, raw_size=raw_size, groups=count)
 
 
+def read_lines(store: ObjectStore, stored: GroupSet) -> list[bytes]:
+    """The JSON of each group of a set. Raises as `read_groups`, but looks at no group."""
+    lines = redeem(store, stored).splitlines()
+    if len(lines) != stored.groups:
+        raise PayloadUnreadableError(f"{stored.uri} has {len(lines)} groups, {stored.groups} are named")
+    return lines
+
+
 def read_groups(store: ObjectStore, stored: GroupSet) -> Iterator[SampledGroup]:
     """The groups of a set, in the order they were stored.
 
@@ -68,10 +76,7 @@ def read_groups(store: ObjectStore, stored: GroupSet) -> Iterator[SampledGroup]:
         PayloadError: the set is gone, or is not what was stored; it says where.
         StoreUnavailableError: the store could not answer.
     """
-    lines = redeem(store, stored).splitlines()
-    if len(lines) != stored.groups:
-        raise PayloadUnreadableError(f"{stored.uri} has {len(lines)} groups, {stored.groups} are named")
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_lines(store, stored), start=1):
         try:
             yield decode_group(line)
         except CodecError as error:

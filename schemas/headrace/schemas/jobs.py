@@ -57,8 +57,8 @@ class TrainingJob(JobOptions):
     def _one_kind(self) -> Self:
         if self.kind == "rl" and self.sft is not None:
             raise ValueError("sft is given, but kind is 'rl': say kind='sft', or leave sft out")
-        if self.kind == "sft" and self.forward_only:
-            raise ValueError("forward_only is of kind 'rl': a supervised job trains")
+        if self.kind == "sft" and (self.forward_only or self.evaluation is not None):
+            raise ValueError("forward_only and evaluation are of kind 'rl': a supervised job has neither")
         return self
 
     @property

@@ -29,6 +29,8 @@ class Manifest(Record):
     files: tuple[StoredFile, ...]
     digest: str
     """SHA-256 over the sorted `sha256  path` lines: one name for the content of all files."""
+    uri: str | None = None
+    """Folder of the files; null: the one that the manifest stands in."""
 
 
 class WeightsRef(Record):

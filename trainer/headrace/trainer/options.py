@@ -55,7 +55,7 @@ class AdvantageOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlOptions:
-    """KL to a reference policy as a change of advantages, and which policy that is; at most one of the three says so, none: the base."""
+    """KL to a reference policy as a change of advantages, and which policy that is; at most one of the four says so, none: the base."""
 
     coef: float = 0.0
     source: KlSource = "current_learner"
@@ -65,6 +65,8 @@ class KlOptions:
     """The reference is the version `max(0, current - step_lag)`."""
     adapter_uri: str | None = None
     """Of an adapter in the object store."""
+    logprobs_uri: str | None = None
+    """Of log-probabilities in the object store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,7 @@ def resolve(config: TrainConfig) -> StepOptions:
             reference_step=config.kl_penalty_reference_step,
             step_lag=config.kl_penalty_step_lag,
             adapter_uri=config.kl_ref_adapter_path,
+            logprobs_uri=config.kl_ref_logprobs,
         ),
         aggregation=config.loss_aggregation or "sequence_mean_token_mean",
         aggregation_constant=config.loss_aggregation_constant,

@@ -6,11 +6,14 @@ each sequence stand together, in the order of its sampled tokens. Gives up: padd
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.trainer.metrics import TokenStats
 from headrace.trainer.rows import Owner, PackedRow, PackedUpdate
+
+if TYPE_CHECKING:  # it imports torch, which only a rank does
+    from headrace.trainer.metrics import TokenStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +25,10 @@ class PlacedRow:
     rank: int
     row: PackedRow
     owners: Sequence[Owner]
-    stats: TokenStats
+    stats: "TokenStats"
 
 
-def placed_rows(updates: Sequence[PackedUpdate], stats: Sequence[TokenStats], ranks: int) -> list[PlacedRow]:
+def placed_rows(updates: Sequence[PackedUpdate], stats: "Sequence[TokenStats]", ranks: int) -> list[PlacedRow]:
     """Rows with their outcomes.
 
     Args:

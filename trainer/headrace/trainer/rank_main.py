@@ -137,6 +137,18 @@ def seat_of_launcher() -> tuple[int, Seat] | None:
     return size, Seat(rank=rank, local_rank=local_rank)
 
 
+def nodes_of_launcher() -> int:
+    """Machines that torchrun or deepspeed started this world on; 1 without a launcher."""
+    launched = seat_of_launcher()
+    if launched is None:
+        return 1
+    beside = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or str(launched[0])  # torchrun's name, deepspeed's name
+    try:
+        return max(1, launched[0] // max(1, int(beside)))
+    except ValueError as error:
+        raise HeadraceError(f"LOCAL_WORLD_SIZE is a launcher's to set, as a number: {error}") from None
+
+
 def _engine(world: WorldSettings, seat: Seat) -> "TrainingEngine":
     logging.basicConfig(level="INFO", format=f"%(asctime)s %(levelname)s rank {seat.rank}: %(message)s", stream=sys.stderr)
     # Before torch loads OpenMP: its threads wait by spinning otherwise, and a step of 0.06 s took 0.96 s on two busy cores.

@@ -73,8 +73,8 @@ def _known(stored: StoredObject) -> str:
     return stored.sha256
 
 
-def read_manifest(store: ObjectStore, uri: str, digest: str) -> Manifest:
-    """The manifest of a stored folder, checked against the digest that was committed.
+def read_manifest(store: ObjectStore, uri: str, digest: str | None) -> Manifest:
+    """The manifest of a stored folder, checked against the digest that was committed; None where nobody has committed one.
 
     Raises:
         ObjectNotFoundError: there is none.
@@ -89,7 +89,7 @@ def read_manifest(store: ObjectStore, uri: str, digest: str) -> Manifest:
         raise DigestMismatchError(f"{where} is no manifest: {error.errors(include_url=False, include_input=False)[0]['msg']}") from error
     for file in manifest.files:
         check_key(file.path)
-    check(f"the list of files in {where}", folder_digest(manifest.files), digest)
+    check(f"the list of files in {where}", folder_digest(manifest.files), digest or manifest.digest)
     return manifest
 
 
