@@ -75,3 +75,8 @@ def checkpoint_key(model_id: str, incarnation: str, step: int) -> str:
 def job_key(job_id: str) -> str:
     """The key of a job's record."""
     return f"job/{job_id}"
+
+
+def log_key(model_id: str, log_id: str) -> str:
+    """The key of what a client logged."""
+    return f"log/{model_id}/{log_id}"

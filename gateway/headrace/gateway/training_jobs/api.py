@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter
 
-from headrace.gateway.training_jobs import checkpoints, events, models, submit
+from headrace.gateway.training_jobs import checkpoints, events, logged, models, submit
 
 router = APIRouter()
-for part in (models, checkpoints, submit, events):
+for part in (models, checkpoints, logged, submit, events):
     router.include_router(part.router)

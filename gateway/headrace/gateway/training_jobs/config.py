@@ -4,14 +4,14 @@ Guarantees: null is as not said, but for `epsilon_high`; options of newer client
 job, and named in a warning. Gives up: whether a reference in the object store exists; the step finds out, and the job fails with it.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from pydantic import ValidationError
 
 from headrace.core.model_views import ModelView
+from headrace.gateway.tables import Tables
 from headrace.gateway.training_jobs.faults import Faults, parts_of
-from headrace.gateway.training_jobs.seen import version_of
+from headrace.gateway.training_jobs.seen import is_deleted, version_of
 from headrace.schemas.errors import CodecError
 from headrace.schemas.merging import merged_config, without_effect
 from headrace.schemas.parsing import load_json, shown
@@ -30,13 +30,13 @@ class JobConfig:
     warnings: tuple[str, ...] = ()
 
 
-def read_config(text: memoryview, model: ModelView, deleted: Collection[int], faults: Faults) -> JobConfig:
+def read_config(text: memoryview, tables: Tables, model: ModelView, faults: Faults) -> JobConfig:
     """Read a config.
 
     Args:
         text: Its JSON; empty: none.
+        tables: Say which versions were deleted.
         model: That the job trains.
-        deleted: Its deleted checkpoints.
         faults: Takes what is wrong.
     """
     if not text:
@@ -57,7 +57,7 @@ def read_config(text: memoryview, model: ModelView, deleted: Collection[int], fa
     config = _validated(known, faults)
     if config is None:
         return JobConfig(config=None)
-    _check_against(model, config, deleted, faults)
+    _check_against(tables, model, config, faults)
     warnings = [f"{shown(name)} is no option of this release: it has no effect" for name in unknown[:_MOST_NAMED]]
     if len(unknown) > _MOST_NAMED:
         warnings.append(f"{len(unknown) - _MOST_NAMED} more options are none of this release")
@@ -81,11 +81,11 @@ def _validated(known: dict[str, object], faults: Faults) -> TrainConfig | None:
     return config if len(faults) == before else None
 
 
-def _check_against(model: ModelView, config: TrainConfig, deleted: Collection[int], faults: Faults) -> None:
+def _check_against(tables: Tables, model: ModelView, config: TrainConfig, faults: Faults) -> None:
     if (problem := row_length_problem(config, model.settings.max_sequence_tokens)) is not None:
         faults.add([*_LOC, "packed_sequence_length"], problem)
     step, version = config.kl_penalty_reference_step, version_of(model)
     if step is not None and step > version:
         faults.add([*_LOC, "kl_penalty_reference_step"], f"the model has no version {step}: its newest is {version}")
-    elif step is not None and step in deleted:
+    elif step is not None and is_deleted(tables, model, step):
         faults.add([*_LOC, "kl_penalty_reference_step"], f"checkpoint {step} was deleted: name one that is listed")

@@ -5,7 +5,7 @@ from headrace.core.model_views import ModelView, incarnation_of
 from headrace.gateway.access import Caller
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.tables import Tables, is_model
-from headrace.schemas.gateway import GatewayJob, job_key
+from headrace.schemas.gateway import GatewayJob, checkpoint_key, job_key
 
 
 def model_of(tables: Tables, caller: Caller, model_id: str) -> ModelView:
@@ -47,7 +47,6 @@ def version_of(model: ModelView) -> int:
     return 0 if model.status == "creating" or model.state is None else model.state.policy_version
 
 
-def deleted_steps(tables: Tables, model: ModelView) -> frozenset[int]:
-    """Versions of a model that are listed and served no more."""
-    del tables, model
-    return frozenset()
+def is_deleted(tables: Tables, model: ModelView, step: int) -> bool:
+    """Whether a version of a model was deleted: it is neither listed nor served."""
+    return checkpoint_key(model.model_id, incarnation(model), step) in tables.facts

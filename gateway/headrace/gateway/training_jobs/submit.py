@@ -22,7 +22,7 @@ from headrace.gateway.training_jobs.config import JobConfig, read_config
 from headrace.gateway.training_jobs.faults import Faults
 from headrace.gateway.training_jobs.groups import read_group
 from headrace.gateway.training_jobs.identity import Identity, identity_of
-from headrace.gateway.training_jobs.seen import deleted_steps, model_of, version_of
+from headrace.gateway.training_jobs.seen import model_of, version_of
 from headrace.gateway.training_jobs.staging import Placed, Staged, stage
 from headrace.schemas.gateway import GatewayJob, job_key
 from headrace.schemas.jobs import TrainingJob
@@ -48,7 +48,7 @@ async def create_job(request: Request, caller: KnownCaller, gate: OpenGate) -> C
         parts = await asyncio.to_thread(split, body)
         model = trainable(model_of(tables, caller, parts.model_id))
         faults = Faults()
-        config = read_config(parts.config, model, deleted_steps(tables, model), faults)
+        config = read_config(parts.config, tables, model, faults)
         if len(parts.groups) > gate.settings.gateway.max_groups:
             most = gate.settings.gateway.max_groups
             faults.add(
