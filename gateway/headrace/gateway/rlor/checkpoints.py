@@ -1,0 +1,134 @@
+"""Checkpoints of an RLOR job: the versions of its model, oldest first; and `:promote`, which gives one a name as an output model.
+
+A checkpoint is named `accounts/<account>/checkpoints/<job>-v<version>`. Guarantees: also those of a deleted job are listed and can be
+promoted, for as long as it is known; promoting is done when it is answered. Gives up: downloading them; the weights are in the store.
+"""
+
+import re
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
+
+from headrace.gateway.gate import OpenGate
+from headrace.gateway.log_writer import sealed
+from headrace.gateway.problems import ProblemError
+from headrace.gateway.rlor.bodies import object_of, read_as
+from headrace.gateway.rlor.job_facts import KIND, Job, changing, find_job
+from headrace.gateway.rlor.names import OwnAccount, id_in, name_of
+from headrace.gateway.rlor.paging import page
+from headrace.gateway.rlor.steps import output_model
+from headrace.gateway.rlor.wire import Timestamp, Wire
+from headrace.gateway.tables import StepEntry, Tables
+from headrace.schemas.rlor_resources import ModelAlias, model_alias_key
+
+router = APIRouter(prefix="/v1/accounts/{account}", tags=["RLOR: jobs"])
+
+_NAME = re.compile(r"^(?P<job>.+)-v(?P<version>[1-9]\d{0,8})$")
+
+
+class Checkpoint(Wire):
+    """A version of a job's model."""
+
+    name: str
+    create_time: Timestamp
+    update_time: Timestamp
+    checkpoint_type: str
+    promotable: bool = True
+    restore_reference: str
+    """Ours: the folder of its weights in the object store."""
+
+
+class CheckpointList(Wire):
+    """A page of checkpoints."""
+
+    checkpoints: list[Checkpoint]
+    next_page_token: str | None = None
+    total_size: int
+
+
+class Promotion(Wire):
+    """Body of `:promote`."""
+
+    output_model: str = Field(min_length=1)
+    trainer_job_id: str = ""
+    base_model: str = ""
+    async_promotion: bool = False
+    hot_load_deployment_id: str = ""
+
+
+class PromotedModel(Wire):
+    """The model that a checkpoint became."""
+
+    name: str
+    state: str = "READY"
+    kind: str
+
+
+class Promoted(Wire):
+    """Answer of `:promote`."""
+
+    model: PromotedModel
+
+
+_PROMOTION: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": Promotion.model_json_schema()}}}}
+
+
+@router.get("/rlorTrainerJobs/{job_id}/checkpoints", response_model_exclude_none=True)
+async def list_checkpoints(
+    *,
+    account: str,
+    job_id: str,
+    caller: OwnAccount,  # noqa: ARG001 - checks
+    gate: OpenGate,
+    page_size: Annotated[int | None, Query(alias="pageSize")] = None,
+    page_token: Annotated[str, Query(alias="pageToken")] = "",
+) -> CheckpointList:
+    """The checkpoints of a job."""
+    tables = await gate.view.fresh()
+    job = find_job(tables, account, job_id)
+    rows = [(str(entry.step), _shown(job, entry)) for entry in _versions(tables, job)]
+    found = page(rows, size=page_size, token=page_token, asked=("checkpoints", account, job_id))
+    return CheckpointList(checkpoints=list(found.rows), next_page_token=found.next_page_token, total_size=found.total_size)
+
+
+@router.post("/checkpoints/{checkpoint}:promote", openapi_extra=_PROMOTION, response_model_exclude_none=True)
+async def promote(account: str, checkpoint: str, request: Request, caller: OwnAccount, gate: OpenGate) -> Promoted:
+    """Give a checkpoint a name as an output model, which can be loaded and gone on from."""
+    asked = read_as(Promotion, await object_of(request))
+    named = _NAME.match(checkpoint)
+    if named is None:
+        raise ProblemError(404, f"{name_of(account, 'checkpoints', checkpoint)[:300]} does not exist")
+    job_id = id_in(account, KIND, asked.trainer_job_id, "trainer_job_id") if asked.trainer_job_id else named["job"]
+    async with changing(gate, account, job_id) as tables:
+        job = find_job(tables, account, job_id)
+        version = int(named["version"])
+        if named["job"] != job_id or all(entry.step != version for entry in _versions(tables, job)):
+            raise ProblemError(404, f"{job.name} has no checkpoint {checkpoint[:100]!r}: list its checkpoints")
+        output = output_model(tables, gate, account, asked.output_model, "output_model")
+        alias = ModelAlias(account=account, id=output, job=job_id, model_id=job.fact.model_id, version=version, owner=caller.owner)
+        key = model_alias_key(account, output)
+        record = sealed(alias, topic=gate.settings.topic_names.gateway, key=key)
+        await gate.writer.commit([record], is_in=lambda: gate.view.tables.facts.get(key) == alias)
+    return Promoted(model=PromotedModel(name=name_of(account, "models", output), kind=_kind(job, "HF_PEFT_ADDON", "HF_BASE_MODEL")))
+
+
+def _versions(tables: Tables, job: Job) -> list[StepEntry]:
+    view = tables.model(job.fact.model_id)
+    if view is None or job.fact.deleted_at is not None:
+        return tables.steps.get(job.fact.model_id, [])
+    return tables.history(view)
+
+
+def _shown(job: Job, entry: StepEntry) -> Checkpoint:
+    return Checkpoint(
+        name=name_of(job.fact.account, "checkpoints", f"{job.fact.id}-v{entry.step}"),
+        create_time=entry.committed_at,
+        update_time=entry.committed_at,
+        checkpoint_type=_kind(job, "CHECKPOINT_TYPE_INFERENCE_LORA", "CHECKPOINT_TYPE_INFERENCE_BASE"),
+        restore_reference=entry.weights.uri,
+    )
+
+
+def _kind(job: Job, lora: str, full: str) -> str:
+    return lora if job.fields.training_config.lora_rank else full

@@ -1,0 +1,79 @@
+"""RLOR jobs as the gateway knows them: their facts, read back into the fields that were asked for, and how each stands.
+
+Guarantees: within one gateway, what changes a job goes one at a time (`changing`). Gives up: that across gateways; of two steps that two
+gateways are asked for at the same moment both are trained and named, and the job shows the later one.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from weakref import WeakValueDictionary
+
+from headrace.gateway.gate import Gate
+from headrace.gateway.problems import ProblemError
+from headrace.gateway.rlor.job_fields import JobFields
+from headrace.gateway.rlor.job_state import Standing, is_gone, standing
+from headrace.gateway.rlor.names import name_of
+from headrace.gateway.tables import Tables
+from headrace.schemas.base import utc_now
+from headrace.schemas.rlor import RlorJob, rlor_job_key
+
+KIND = "rlorTrainerJobs"
+FAILED_PRECONDITION = 9
+_changing: WeakValueDictionary[tuple[int, str, str], asyncio.Lock] = WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job: its record, what was asked, how it stands."""
+
+    fact: RlorJob
+    fields: JobFields
+    stands: Standing
+
+    @property
+    def name(self) -> str:
+        """The resource name."""
+        return name_of(self.fact.account, KIND, self.fact.id)
+
+    def refused(self, verb: str) -> ProblemError:
+        """What is asked of it can't be in the state that it is in."""
+        said = f": {self.stands.message}" if self.stands.message else ""
+        return ProblemError(400, f"cannot {verb} job in state: JOB_STATE_{self.stands.state}{said}", code=FAILED_PRECONDITION)
+
+
+@asynccontextmanager
+async def changing(gate: Gate, account: str, job_id: str) -> AsyncIterator[Tables]:
+    """Alone with a job; the tables as of now."""
+    lock = _changing.setdefault((id(gate), account, job_id), asyncio.Lock())
+    async with lock:
+        yield await gate.view.fresh()
+
+
+def job_of(tables: Tables, fact: RlorJob, now: datetime | None = None) -> Job:
+    """A job from its record."""
+    fields = JobFields.model_validate(fact.request)
+    inactivity = None if fields.disable_inactivity_cleanup else fields.inactivity_timeout
+    stands = standing(tables, fact, keep_alive=fields.keep_alive, inactivity=inactivity, now=now or utc_now())
+    return Job(fact=fact, fields=fields, stands=stands)
+
+
+def find_job(tables: Tables, account: str, job_id: str) -> Job:
+    """A job by its id; a deleted one too, for 30 days.
+
+    Raises:
+        ProblemError: 404.
+    """
+    fact = tables.facts.get(rlor_job_key(account, job_id))
+    if not isinstance(fact, RlorJob) or is_gone(fact, utc_now()):
+        raise ProblemError(404, f"{name_of(account, KIND, job_id)[:300]} does not exist")
+    return job_of(tables, fact)
+
+
+def jobs_of(tables: Tables, account: str) -> list[Job]:
+    """All jobs of an account that are not deleted, by name."""
+    now = utc_now()
+    facts = (fact for fact in tables.facts_under(rlor_job_key(account, "")) if isinstance(fact, RlorJob))
+    return [job_of(tables, fact, now) for fact in facts if fact.deleted_at is None]

@@ -1,0 +1,158 @@
+"""The groups of a step on their way into the log: lines of datasets become records, large ones as claims in the store.
+
+Guarantees: line by line, with no more in memory than the records themselves (`_INLINE_BYTES` of groups, the rest as claims of half a kB);
+all claims are durable before any record is written. What is evaluated on is not trained on: `evalAutoCarveout` takes one line in ten by
+its SHA-256, at most 50, so the same lines at every step. Gives up: deleting what was staged for a step that was then refused; the bucket's
+lifecycle does. Blocks and computes: not for an event loop.
+"""
+
+import hashlib
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from headrace.core.group_sets import store_groups
+from headrace.core.payloads import PayloadTooLargeError
+from headrace.core.settings import Settings
+from headrace.core.store import DigestMismatchError, ObjectNotFoundError, ObjectStore
+from headrace.gateway.job_records import group_record
+from headrace.gateway.log_writer import Sealed
+from headrace.gateway.problems import ProblemError
+from headrace.gateway.rlor.dataset_facts import Dataset
+from headrace.gateway.rlor.dataset_files import lines_of
+from headrace.gateway.rlor.reward_lines import LineError, RewardLines
+from headrace.producers.errors import InvalidGroupError
+from headrace.schemas.errors import CodecError
+from headrace.schemas.jobs import GroupSet
+from headrace.schemas.trajectory import TrajectoryGroup
+
+_INLINE_BYTES = 8 * 1024 * 1024
+"""Of all groups of a step together; beyond it they are claims, however small."""
+_CARVED_OF = 10
+_MOST_CARVED = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepData:
+    """What a step trains and is evaluated on."""
+
+    dataset: Dataset
+    weights: dict[str, float]
+    """Of metrics, in the reward."""
+    evaluation: Dataset | None = None
+    carve_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """Ready to be submitted."""
+
+    groups: tuple[tuple[Sealed, ...], ...]
+    """For each training job, the records of its groups."""
+    group_ids: tuple[tuple[str, ...], ...]
+    evaluation: GroupSet | None
+    size: int
+    """Bytes of the lines that train."""
+
+
+def stage(settings: Settings, store: ObjectStore, data: StepData, *, model_id: str, lane: int, training_jobs: Sequence[str]) -> Staged:
+    """Stage a step.
+
+    Args:
+        settings: Limits.
+        store: Of datasets and claims.
+        data: Which.
+        model_id: That is trained.
+        lane: Its.
+        training_jobs: Ids; each trains on all groups.
+
+    Raises:
+        ProblemError: 400: a line that is no group, too many of them, or a dataset that was deleted meanwhile.
+        StoreError: the store.
+    """
+    try:
+        evaluation, carved = _evaluation(store, data)
+        return _staged(
+            settings, store, data, evaluation=evaluation, carved=carved, model_id=model_id, lane=lane, training_jobs=training_jobs
+        )
+    except (LineError, PayloadTooLargeError, InvalidGroupError, CodecError) as error:
+        raise ProblemError(400, f"{error}") from None
+    except (ObjectNotFoundError, DigestMismatchError) as error:
+        raise ProblemError(400, f"{data.dataset.name} can't be read: was it deleted? {error}", code=9) from None
+
+
+def _staged(
+    settings: Settings,
+    store: ObjectStore,
+    data: StepData,
+    *,
+    evaluation: GroupSet | None,
+    carved: frozenset[bytes],
+    model_id: str,
+    lane: int,
+    training_jobs: Sequence[str],
+) -> Staged:
+    records: list[list[Sealed]] = [[] for _ in training_jobs]
+    ids: list[list[str]] = [[] for _ in training_jobs]
+    limit = settings.producer.inline_limit_bytes
+    inline, size, count = 0, 0, 0
+    for line, group in _groups(store, data.dataset, data.weights):
+        if _digest(line) in carved:
+            continue
+        size, count = size + len(line), count + 1
+        if count * len(training_jobs) > settings.gateway.max_groups:
+            raise ProblemError(
+                400,
+                f"{data.dataset.name} has more than {count - 1} groups to train on: groups times epochs may be "
+                f"{settings.gateway.max_groups} at most (gateway.max_groups): make several steps of it",
+            )
+        for job_id, job_records, job_groups in zip(training_jobs, records, ids, strict=True):
+            group.job_id, group.group_id = job_id, str(uuid.uuid5(uuid.UUID(job_id), str(count - 1)))
+            record = group_record(
+                group,
+                topics=settings.topic_names,
+                model_id=model_id,
+                lane=lane,
+                store=store,
+                encoding="json",  # there are no tokens in it, which the other form is for
+                inline_limit=limit if inline + len(line) < _INLINE_BYTES else 0,
+            )
+            inline += len(record.value or b"")
+            job_records.append(record)
+            job_groups.append(group.group_id)
+    if not count:
+        raise ProblemError(400, f"{data.dataset.name} has no group to train on")
+    return Staged(groups=tuple(map(tuple, records)), group_ids=tuple(map(tuple, ids)), evaluation=evaluation, size=size)
+
+
+def _evaluation(store: ObjectStore, data: StepData) -> tuple[GroupSet | None, frozenset[bytes]]:
+    """The set that the step is evaluated on, and the digests of lines that were carved out for it."""
+    if data.evaluation is not None:
+        return store_groups(store, _named(_groups(store, data.evaluation, data.weights))), frozenset()
+    if not data.carve_out:
+        return None, frozenset()
+    digests = [_digest(line) for line in lines_of(store, data.dataset.files)]
+    carved = [digest for digest in dict.fromkeys(digests) if int.from_bytes(digest[:8]) % _CARVED_OF == 0][:_MOST_CARVED]
+    while carved and len(carved) >= len(set(digests)):
+        carved.pop()  # something is left to train on
+    chosen = frozenset(carved)
+    if not chosen:
+        return None, chosen
+    groups = ((line, group) for line, group in _groups(store, data.dataset, data.weights) if _digest(line) in chosen)
+    return store_groups(store, _named(groups)), chosen
+
+
+def _groups(store: ObjectStore, dataset: Dataset, weights: dict[str, float]) -> Iterator[tuple[bytes, TrajectoryGroup]]:
+    reader = RewardLines(dataset.name, weights)
+    for line in lines_of(store, dataset.files):
+        yield line, reader.read(line)
+
+
+def _named(groups: Iterator[tuple[bytes, TrajectoryGroup]]) -> Iterator[TrajectoryGroup]:
+    for line, group in groups:
+        group.group_id = _digest(line).hex()
+        yield group
+
+
+def _digest(line: bytes) -> bytes:
+    return hashlib.sha256(line).digest()
