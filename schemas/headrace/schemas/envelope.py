@@ -15,6 +15,7 @@ from headrace.schemas.base import utc_now
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.commands import CancelJob, CreateModel, DeleteCheckpoints, DeleteModel, PauseJob, ResumeJob, ResumeModel
 from headrace.schemas.dead_letters import DeadLetterResolved
+from headrace.schemas.deployments import DeployedModel, DeploymentFact, HotLoad
 from headrace.schemas.errors import CodecError
 from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, StepCompleted, TrajectoryRejected
 from headrace.schemas.gateway import DeletedCheckpoint, GatewayJob, LoggedGroups
@@ -62,6 +63,9 @@ _NAMES: dict[type[BaseModel], str] = {
     DatasetFact: "dataset",
     DatasetFile: "dataset-file",
     ModelAlias: "model-alias",
+    DeploymentFact: "deployment",
+    DeployedModel: "deployed-model",
+    HotLoad: "hot-load",
     RlorJob: "rlor-job",
 }
 _MODELS = {name: model for model, name in _NAMES.items()}

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from headrace.schemas.base import Record, utc_now
+from headrace.schemas.deployments import DeployedModel, DeploymentFact, HotLoad
 from headrace.schemas.rlor import RlorJob
 from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, ModelAlias
 
@@ -63,7 +64,18 @@ class LoggedGroups(Record):
     created_at: datetime = Field(default_factory=utc_now)
 
 
-FACTS: tuple[type[BaseModel], ...] = (GatewayJob, DatasetFact, DatasetFile, ModelAlias, RlorJob, DeletedCheckpoint, LoggedGroups)
+FACTS: tuple[type[BaseModel], ...] = (
+    GatewayJob,
+    DatasetFact,
+    DatasetFile,
+    ModelAlias,
+    RlorJob,
+    DeploymentFact,
+    DeployedModel,
+    HotLoad,
+    DeletedCheckpoint,
+    LoggedGroups,
+)
 """What the topic carries."""
 
 
