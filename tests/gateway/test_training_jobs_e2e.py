@@ -1,0 +1,116 @@
+"""Jobs over HTTP that a real worker trains: what the client reads until the end, and what is there then. One worker for all."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.consumers.conftest import tiny_model as tiny_model  # noqa: PLC0414 - a fixture, shared
+from tests.gateway.conftest import running
+from tests.gateway.job_bodies import group, job, make_model, placeholder, trajectory
+from tests.worker.conftest import WorkerProcess, settings_of
+
+from headrace.core.settings import GatewaySettings, Settings
+from headrace.core.topic_admin import apply
+
+JOBS, MODELS = "/v1/preview/training-jobs", "/v1/preview/models"
+LEARNER = {"config": {"adaptation": "full", "train": {"learning_rate": 1e-3}}}
+
+
+@pytest.fixture(scope="module")
+def served(kafka: str, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Settings]:
+    """Topics with a worker."""
+    folder = tmp_path_factory.mktemp("gateway-worker")
+    found = settings_of(kafka, f"gw{uuid.uuid4().hex[:8]}.", folder, tiny_model)
+    found = found.model_copy(update={"gateway": GatewaySettings(port=0, instance=uuid.uuid4().hex[:8])})
+    asyncio.run(apply(found))
+    worker = WorkerProcess(found, folder / "worker.log")
+    yield found
+    code = worker.stop()
+    worker.close()
+    assert code == 0, (folder / "worker.log").read_text()[-4000:]
+
+
+@pytest.fixture
+async def http(served: Settings) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway over them."""
+    async with running(served) as client:
+        yield client
+
+
+async def train(http: httpx.AsyncClient, body: dict[str, Any], path: str = JOBS) -> list[dict[str, Any]]:
+    """Submit, and poll as the reference client does, behind the last event that is known; all events."""
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    events: list[dict[str, Any]] = []
+    async with asyncio.timeout(120):
+        while not events or events[-1]["type"] not in {"training_ended", "training_failed"}:
+            query = {"after": events[-1]["id"]} if events else {}
+            events += (await http.get(f"{JOBS}/{answer.json()['id']}/events", params=query)).json()["data"]
+            await asyncio.sleep(0.05)
+    return events
+
+
+async def steps_of(http: httpx.AsyncClient, model: str) -> list[int]:
+    listed = await http.get(f"{MODELS}/{model}/checkpoints", params={"order": "desc", "limit": 100})
+    return [item["step"] for item in listed.json()["data"]]
+
+
+async def test_a_job_trains_a_step_and_its_checkpoint_is_there_when_it_has_ended(http: httpx.AsyncClient) -> None:
+    model = await make_model(http, **LEARNER)
+    events = await train(http, job(model, group(), group(1), config={"learning_rate": 1e-3}))
+    assert (await steps_of(http, model)) == [1, 0]
+    assert [event["type"] for event in events] == ["training_started", "gradient_step", "training_ended"]
+    assert events[0]["data"]["num_sequences"] >= 1
+    metrics = events[1]["data"]
+    assert {name: float(value) for name, value in metrics.items()} == metrics
+    assert {"loss", "policy_loss", "grad_norm", "entropy", "learning_rate", "tokens_per_second"} <= metrics.keys()
+    assert (metrics["num_groups_submitted"], metrics["num_groups_trainable"], metrics["num_trajectories"]) == (2, 2, 4)
+    assert events[2]["data"] == {}
+    checkpoint = (await http.get(f"{MODELS}/{model}/checkpoints", params={"limit": 1, "order": "desc"})).json()["data"][0]
+    assert checkpoint["metrics"]["loss"] == metrics["loss"]
+
+
+async def test_jobs_with_nothing_to_train_on_end_well_and_count_as_steps(http: httpx.AsyncClient) -> None:
+    """No groups; groups of exceptions only; rewards without variance."""
+    model = await make_model(http, "nothing", **LEARNER)
+    raised = {"trajectories": [], "exceptions": [{"type": "ValueError", "message": "boom", "traceback": ""}]}
+    assert [event["type"] for event in await train(http, job(model))] == ["training_ended"]
+    events = await train(http, job(model, raised))
+    assert [event["type"] for event in events] == ["warning", "training_ended"]
+    assert (events[0]["data"]["groups_rejected"], events[0]["data"]["num_groups"]) == (1, 1)
+    equal = {"trajectories": [trajectory(0.5, [9, 10, 1]), trajectory(0.5, [11, 12, 1])]}
+    events = await train(http, job(model, equal))
+    assert events[-1]["type"] == "training_ended"
+    assert (await steps_of(http, model)) == [3, 2, 1, 0]
+
+
+async def test_the_placeholder_body_with_its_values_put_right_makes_a_version(http: httpx.AsyncClient) -> None:
+    model = await make_model(http, "placeholder", **LEARNER)
+    body = placeholder()
+    body["model_id"] = model
+    body["experimental_config"] |= {
+        "advantage_balance": 0.5,
+        "kl_penalty_reference_step": None,
+        "kl_ref_adapter_path": None,
+        "learning_rate": 1e-5,
+        "num_trajectories_learning_rate_multiplier_power": 0.5,
+    }
+    rollout = body["trajectory_groups"][0]["trajectories"][0]
+    rollout |= {"initial_policy_version": 0, "final_policy_version": 0}
+    rollout["tools"][0]["type"] = "function"
+    events = await train(http, body)
+    assert events[-1]["type"] == "training_ended"
+    assert (await steps_of(http, model)) == [1, 0]
+
+
+async def test_a_job_that_can_not_be_trained_says_why(http: httpx.AsyncClient, served: Settings) -> None:
+    model = await make_model(http, "fails", **LEARNER)
+    config = {"kl_penalty_coef": 0.1, "kl_ref_adapter_path": f"{served.store.url}/nowhere"}
+    events = await train(http, job(model, group(), config=config))
+    assert [event["type"] for event in events] == ["training_failed"]
+    assert "nowhere" in events[0]["data"]["error_message"]
+    assert (await steps_of(http, model)) == [0]
