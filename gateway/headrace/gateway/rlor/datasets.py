@@ -5,9 +5,10 @@ READY never changes. Gives up: changing one after its creation; splitting, trans
 """
 
 import uuid
-from typing import Annotated, Literal
+from typing import Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from headrace.gateway.gate import OpenGate
@@ -15,8 +16,9 @@ from headrace.gateway.log_writer import Sealed
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.dataset_facts import Dataset, find_dataset, with_files
 from headrace.gateway.rlor.dataset_uploads import add_file, body_file, complete, file_name_of, multipart_file, remove_files, write_fact
+from headrace.gateway.rlor.lists import Asked, listed
+from headrace.gateway.rlor.masks import ReadMask, answered
 from headrace.gateway.rlor.names import OwnAccount, check_id
-from headrace.gateway.rlor.paging import page
 from headrace.gateway.rlor.signed_uploads import SignedUpload, check_upload, upload_url
 from headrace.gateway.rlor.wire import Empty, Int64, Status, Timestamp, Wire
 from headrace.schemas.base import utc_now
@@ -124,20 +126,18 @@ async def create_dataset(account: str, body: CreateDataset, caller: OwnAccount, 
     return _shown(Dataset(fact, []))
 
 
-@router.get("", response_model_exclude_none=True)
+@router.get("", response_model=DatasetList)
 async def list_datasets(
     account: str,
     caller: OwnAccount,  # noqa: ARG001 - checks
     gate: OpenGate,
-    page_size: Annotated[int | None, Query(alias="pageSize")] = None,
-    page_token: Annotated[str | None, Query(alias="pageToken")] = None,
-) -> DatasetList:
-    """Datasets of the account, by name."""
+    asked: Asked,
+) -> JSONResponse:
+    """Datasets of the account; 50 a page unless asked, 200 at most."""
     tables = await gate.view.fresh()
-    facts = [fact for fact in tables.facts_under(f"dataset/{account}/") if isinstance(fact, DatasetFact)]
-    found = page([(fact.dataset, fact) for fact in facts], size=page_size, token=page_token, asked=("datasets", account))
-    shown = [_shown(with_files(tables, fact)) for fact in found.rows]
-    return DatasetList(datasets=shown, next_page_token=found.next_page_token, total_size=found.total_size)
+    facts = [fact for fact in tables.facts_under(dataset_key(account, "")) if isinstance(fact, DatasetFact)]
+    rows = [_shown(with_files(tables, fact)) for fact in facts]
+    return JSONResponse(listed(rows, DatasetObject, asked, key="datasets", account=account))
 
 
 @router.post("/{dataset}:upload", openapi_extra=_MULTIPART)
@@ -196,10 +196,10 @@ async def validate_upload(account: str, dataset: str, caller: OwnAccount, gate: 
     return Empty()
 
 
-@router.get("/{dataset}", response_model_exclude_none=True)
-async def get_dataset(account: str, dataset: str, caller: OwnAccount, gate: OpenGate) -> DatasetObject:  # noqa: ARG001 - checks
+@router.get("/{dataset}", response_model=DatasetObject)
+async def get_dataset(account: str, dataset: str, caller: OwnAccount, gate: OpenGate, read_mask: ReadMask = "") -> JSONResponse:  # noqa: ARG001 - checks
     """One dataset."""
-    return _shown(find_dataset(await gate.view.fresh(), account, dataset))
+    return answered(_shown(find_dataset(await gate.view.fresh(), account, dataset)), read_mask)
 
 
 @router.delete("/{dataset}")

@@ -18,16 +18,16 @@ from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.log_writer import Sealed, sealed
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.bodies import object_of, read_as
-from headrace.gateway.rlor.job_facts import Job, changing, find_job, jobs_of
+from headrace.gateway.rlor.job_facts import KIND, Job, changing, find_job, jobs_of
 from headrace.gateway.rlor.job_fields import JobFields, without_effect
-from headrace.gateway.rlor.job_lists import Listing, listed
-from headrace.gateway.rlor.job_masks import masked
 from headrace.gateway.rlor.job_rules import base_model_name, check, filled, model_settings
+from headrace.gateway.rlor.lists import Asked, listed
+from headrace.gateway.rlor.masks import ReadMask, answered
 from headrace.gateway.rlor.names import PROJECT, OwnAccount, id_in, rlor_model_id
 from headrace.gateway.rlor.shown_job import RlorTrainerJob, shown
 from headrace.gateway.rlor.steps import output_model, prepare, write_job
 from headrace.gateway.rlor.warm_start import warm_start
-from headrace.gateway.rlor.wire import Empty
+from headrace.gateway.rlor.wire import Empty, Wire
 from headrace.gateway.secret_box import SecretBox, SecretBoxError
 from headrace.gateway.tables import Tables
 from headrace.schemas.base import utc_now
@@ -45,7 +45,14 @@ _BODY = {
     }
 }
 _SECRETS = (("wandb_config", "api_key", "wandbConfig.apiKey"), ("aws_s3_config", "credentials_secret", "awsS3Config.credentialsSecret"))
-ReadMask = Annotated[str, Query(alias="readMask")]
+
+
+class Listing(Wire):
+    """A page of jobs."""
+
+    rlor_trainer_jobs: list[RlorTrainerJob]
+    next_page_token: str | None = None
+    total_size: int
 
 
 @router.post("", response_model=RlorTrainerJob, openapi_extra=_BODY)
@@ -86,17 +93,12 @@ async def list_jobs(
     account: str,
     caller: OwnAccount,  # noqa: ARG001 - checks
     gate: OpenGate,
-    page_size: Annotated[int | None, Query(alias="pageSize")] = None,
-    page_token: Annotated[str, Query(alias="pageToken")] = "",
-    filter: str = "",  # noqa: A002 - the API's word
-    order_by: Annotated[str, Query(alias="orderBy")] = "",
-    read_mask: ReadMask = "",
+    asked: Asked,
 ) -> JSONResponse:
     """Jobs of the account, without deleted ones; 50 a page unless asked, 200 at most."""
     tables = await gate.view.fresh()
     rows = [shown(job) for job in jobs_of(tables, account)]
-    found = listed(rows, account=account, size=page_size, token=page_token, filter_by=filter, order_by=order_by, read_mask=read_mask)
-    return JSONResponse(found)
+    return JSONResponse(listed(rows, RlorTrainerJob, asked, key=KIND, account=account))
 
 
 @router.get("/{job_id}", response_model=RlorTrainerJob)
@@ -226,4 +228,4 @@ def _lane(gate: Gate, model_id: str) -> int:
 
 
 def _answer(job: Job, read_mask: str = "") -> JSONResponse:
-    return JSONResponse(masked(shown(job).model_dump(mode="json", by_alias=True, exclude_none=True), read_mask))
+    return answered(shown(job), read_mask)

@@ -4,15 +4,36 @@
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Query
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.field_paths import Path, UnknownFieldError, path_of, value_at
-from headrace.gateway.rlor.shown_job import RlorTrainerJob
+from headrace.gateway.rlor.wire import Wire
+
+ReadMask = Annotated[str, Query(alias="readMask")]
+"""The parameter of a route."""
 
 
-def masked(resource: Mapping[str, Any], read_mask: str) -> Mapping[str, Any]:
-    """The fields of `resource` that the mask names.
+def answered(resource: Wire, read_mask: str) -> JSONResponse:
+    """A resource as the answer of a route.
+
+    Raises:
+        ProblemError: as `masked`.
+    """
+    return JSONResponse(masked(resource.model_dump(mode="json", by_alias=True, exclude_none=True), read_mask, type(resource)))
+
+
+def masked(resource: Mapping[str, Any], read_mask: str, kind: type[BaseModel]) -> Mapping[str, Any]:
+    """The fields of a resource that the mask names.
+
+    Args:
+        resource: As JSON.
+        read_mask: As asked for.
+        kind: What the resource is, for the fields that there are.
 
     Raises:
         ProblemError: 400: a field that there is not.
@@ -23,7 +44,7 @@ def masked(resource: Mapping[str, Any], read_mask: str) -> Mapping[str, Any]:
     kept: dict[str, Any] = {}
     for text in paths:
         try:
-            path = path_of(RlorTrainerJob, text)
+            path = path_of(kind, text)
         except UnknownFieldError as error:
             raise ProblemError(400, f"readMask: {error}") from None
         if (value := value_at(resource, path)) is not None:
