@@ -3,6 +3,7 @@
 import uuid
 
 from headrace.core.lanes import lane_of
+from headrace.core.model_views import open_state
 from headrace.gateway.gate import Gate
 from headrace.gateway.log_writer import Sealed, sealed
 from headrace.schemas.base import utc_now
@@ -27,15 +28,14 @@ class LaneDouble:
         self._topics = gate.settings.topic_names
 
     async def take_up(self, model_id: str, **changes: object) -> ModelState:
-        """Read the commands of a lane, and create the model."""
+        """Read the commands of a lane up to this model's last one, and do what it says."""
         tables = await self._gate.view.fresh()
         view = tables.model(model_id)
         assert view is not None
         lane = lane_of(model_id, self._gate.view.lanes)
-        through = 1 + max(
-            (record.offset for records in tables.commands.values() for record in records if record.partition == lane), default=0
-        )
-        through = max(through, view.command[1] + 1 if view.command else 0)
+        owner = tables.states.get(lane_key(lane))
+        known = open_state(owner) if owner is not None else None
+        through = max(known.commands_through if isinstance(known, LaneState) else 0, view.command[1] + 1 if view.command else 0)
         before = view.state if view.state is not None and view.status != "creating" else None
         state = before or ModelState(
             model_id=model_id,
@@ -51,17 +51,18 @@ class LaneDouble:
         if view.status == "deleting":
             changes = {"status": "deleted", **changes}
         state = state.model_copy(update={"updated_at": utc_now(), **changes})
-        owner = LaneState(lane=lane, commands_through=through, partitions=self._gate.view.lanes)
+        read = LaneState(lane=lane, commands_through=through, partitions=self._gate.view.lanes)
         await self._write(
             sealed(state, topic=self._topics.models, key=model_id, partition=lane),
-            sealed(owner, topic=self._topics.models, key=lane_key(lane), partition=lane),
+            sealed(read, topic=self._topics.models, key=lane_key(lane), partition=lane),
         )
         return state
 
     async def move(self, job_id: str, state: JobState, **changes: object) -> None:
         """Write a job's document."""
         view = (await self._gate.view.fresh()).job(job_id)
-        assert view is not None and view.document is not None
+        assert view is not None
+        assert view.document is not None
         ended = {"completed_at": utc_now()} if state in {JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED} else {}
         document = view.document.model_copy(update={"state": state, "updated_at": utc_now(), **ended, **changes})
         await self._write(sealed(document, topic=self._topics.jobs, key=job_id))
@@ -72,7 +73,8 @@ class LaneDouble:
         view = tables.job(job_id)
         assert view is not None
         model = tables.model(view.model_id)
-        assert model is not None and model.state is not None
+        assert model is not None
+        assert model.state is not None
         step = model.state.policy_version + 1
         weights = WeightsRef(uri=f"file:///nowhere/{view.model_id}/{step}", digest="0" * 64)
         lane = lane_of(view.model_id, self._gate.view.lanes)
