@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from headrace.cli.main import app
 from headrace.core.settings import WorkerSettings
-from headrace.schemas.jobs import TRANSITIONS, JobState
+from headrace.schemas.jobs import TRANSITIONS, JobOptions, JobState
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
 
@@ -40,6 +40,10 @@ def test_what_shows_of_a_command_is_what_the_page_says() -> None:
         found, requested, _ = shown(state, [request])
         assert requested == request
         assert f"`JOB_STATE_{found}`" in said[request] or (found == state and said[request].startswith("as before"))
+
+
+def test_what_a_job_may_ask_for_is_all_there() -> None:
+    assert [name.strip("`") for name, *_ in rows("What a job may ask for")] == list(JobOptions.model_fields)
 
 
 def test_the_settings_have_the_defaults_that_the_page_says() -> None:

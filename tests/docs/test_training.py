@@ -24,6 +24,7 @@ from headrace.core.settings import Settings, WorkerSettings
 from headrace.producers.examples import decode_example
 from headrace.schemas.state import StepRecord
 from headrace.schemas.training import BatchPolicy, OptimizerSettings, SftConfig, TrainConfig
+from headrace.trainer.evaluation import NAMES
 from headrace.trainer.metrics import LAG_BUCKETS, TokenStats, batch_metrics, token_metrics
 from headrace.trainer.options import resolve
 
@@ -186,6 +187,10 @@ def test_every_metric_is_named_and_no_other():
     of_batch = batch_metrics([group([0.0, 1.0], [sequence([1], [2]), sequence([1], [3])])], [])
     never_without_rows = {"sharing", "rank_balance"}
     assert as_documented({*of_tokens, *of_batch}) | never_without_rows | OF_THE_STEP == documented_metrics()
+
+
+def test_every_number_of_an_evaluation_is_named_and_no_other():
+    assert {name for cell, *_ in rows("Evaluation", "number") for name in names(cell)} == set(NAMES)
 
 
 @pytest.mark.parametrize(("language", "name"), [("python", "jobs.py"), ("yaml", "model.yaml"), ("json", "examples.jsonl")])
