@@ -34,6 +34,15 @@ class Site:
         self.store = open_store(settings.store.url, settings.s3)
         self.incarnations: dict[str, str] = {}
 
+    @property
+    def base(self) -> Path:
+        return Path(self.settings.base_models[BASE].path)
+
+    def new_folder(self) -> Path:
+        folder = self.work / uuid.uuid4().hex
+        folder.mkdir()
+        return folder
+
     async def create(self, name: str, **settings: Any) -> str:
         """Ask for a model, as the command line does; returns its id. No worker takes it up."""
         wanted = ModelSettings.model_validate({"base_model": BASE, "adaptation": "full"} | settings)

@@ -83,7 +83,7 @@ class Batcher:
         rows_waiting: Rows that wait at most.
     """
 
-    def __init__(self, engine: PolicyEngine, *, rows_at_once: int = 64, rows_waiting: int = 1024) -> None:
+    def __init__(self, engine: PolicyEngine, *, rows_at_once: int = 64, rows_waiting: int = 4096) -> None:
         self._engine = engine
         self._at_once = rows_at_once
         self._bound = rows_waiting

@@ -153,7 +153,7 @@ class ServedModels:
         if name == self.base_model:
             yield Policy(model_id=name, version=0, weights=None, switches={})
             return
-        model_id, _, version = name.partition("@")
+        model_id, at, version = name.partition("@")
         model = self._models.get(model_id)
         if model is None:
             if self._ending:
@@ -162,9 +162,9 @@ class ServedModels:
                 raise PolicyNotReadyError("the engine has not read all models yet: try again")
             there = ", ".join([self.base_model, *sorted(self._models)][:10])
             raise NoSuchPolicyError(f"there is no model {model_id!r} here; there are: {there}")
-        if version and not (version.isascii() and version.isdigit() and len(version) < 19):
+        if at and not (version.isascii() and version.isdigit() and len(version) < 19):
             raise NoSuchPolicyError(f"{name!r}: what follows the @ is a policy version, a number")
-        async with model.policy(int(version) if version else None) as policy:
+        async with model.policy(int(version) if at else None) as policy:
             yield policy
 
     def _served(self, followed: Followed) -> ServedModel:
