@@ -12,8 +12,8 @@ import asyncio
 import logging
 import shutil
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
@@ -51,6 +51,8 @@ class ReferencedStep:
     """What version 0 is; None: the base model."""
     groups: Sequence[TokenizedGroup] = ()
     evaluation: Sequence[TokenizedGroup] = ()
+    is_doomed: Callable[[int], bool] = field(default=lambda _step: False)
+    """Whether a step's weights were deleted by a client: they may go at any moment."""
 
 
 class KlReferences:
@@ -97,6 +99,8 @@ class KlReferences:
             return BASE if needed.start is None else await self._fetched(needed.model_id, needed.start.uri, needed.start.digest)
         if step > version:
             raise ReferenceMissingError(f"kl_penalty_reference_step is {step}, but the model has {version} steps: name one that exists")
+        if needed.is_doomed(step):
+            raise ReferenceMissingError(f"the KL reference is step {step}, a checkpoint that was deleted: name one that is there")
         ref = await self._weights_of(needed.model_id, needed.incarnation, step)
         return await self._fetched(needed.model_id, ref.uri, ref.digest)
 

@@ -2,9 +2,9 @@
 
 Claiming is, in this order: start the transactional producer, which fences the former owner; read the lane's `models` to the end
 that was written; put pending groups back into their buckets, each by its offset; then read on where the lane stood (design section 4,
-exactly-once rules 1 to 8). Serving is five tasks on one event loop: reading, training, reporting what no step carries, the clock, and
-collecting what lost attempts left in the store. After anything but a clean commit, all memory is void and the lane is claimed again, if the
-group still gives it to us.
+exactly-once rules 1 to 8). Serving is six tasks on one event loop: reading, training, reporting what no step carries, the clock,
+collecting what lost attempts left in the store, and deleting weights that clients deleted. After anything but a clean commit, all memory is
+void and the lane is claimed again, if the group still gives it to us.
 
 Guarantees: what this lane commits, it commits as the owner; a lost lane's running step is cancelled; what a claim reads does not grow with
 the log; where retention took what was needed, the models that it concerns stop and say which offsets. A lane that is given up in order
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.consumers.admission_pool import AdmissionPool
+from headrace.consumers.doomed_weights import WeightsDeleter
 from headrace.consumers.duplicates import DuplicateWindow
 from headrace.consumers.kl_references import KlReferences
 from headrace.consumers.lane_book import LaneBook
@@ -216,6 +217,7 @@ class Lane:
                 tasks.create_task(serving.clock.report()),
                 tasks.create_task(serving.clock.tick()),
                 tasks.create_task(self._collect_orphans(serving)),
+                tasks.create_task(WeightsDeleter(self._store).run(serving.book.runs.values)),
             ]
             tasks.create_task(self._leave(serving, training, others))
 

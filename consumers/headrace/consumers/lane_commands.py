@@ -12,6 +12,7 @@ from aiokafka import ConsumerRecord
 from pydantic import BaseModel
 
 from headrace.consumers.dead_letters import dead_letter
+from headrace.consumers.doomed_weights import doom
 from headrace.consumers.duplicates import DuplicateWindow
 from headrace.consumers.lane_book import LaneBook
 from headrace.consumers.lane_reader import UnreadableRecord
@@ -19,7 +20,7 @@ from headrace.consumers.model_run import ModelRun
 from headrace.core.lanes import lane_of
 from headrace.core.model_views import incarnation_of
 from headrace.core.settings import BaseModelEntry, Settings
-from headrace.schemas.commands import COMMANDS, CancelJob, CreateModel, DeleteModel, PauseJob, ResumeJob, ResumeModel
+from headrace.schemas.commands import COMMANDS, CancelJob, CreateModel, DeleteCheckpoints, DeleteModel, PauseJob, ResumeJob, ResumeModel
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import JobState
@@ -73,6 +74,8 @@ class CommandHandler:
                 self._job(command)
             case ResumeModel():
                 self._resume(command)
+            case DeleteCheckpoints():
+                self._delete_checkpoints(command)
 
     def _home(self, model_id: str, command: BaseModel) -> str:
         """The model whose lane a command belongs to: a shadow is on the lane of the model that it shadows."""
@@ -145,6 +148,12 @@ class CommandHandler:
         run.recovering = frozenset()
         run.set_status("deleted", None)
         self._book.give_up(command.model_id)
+
+    def _delete_checkpoints(self, command: DeleteCheckpoints) -> None:
+        run = self._book.runs.get(command.model_id)
+        if run is not None and run.status != "deleted" and run.state.incarnation == command.incarnation:
+            running = self._book.running
+            doom(run, command.steps, running=running is not None and running.model_id == command.model_id)
 
     def _job(self, command: CancelJob | PauseJob | ResumeJob) -> None:
         run = self._book.runs.get(command.model_id)

@@ -18,7 +18,7 @@ from headrace.schemas.base import utc_now
 from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, TrajectoryRejected
 from headrace.schemas.jobs import TRANSITIONS, JobDocument, JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
-from headrace.schemas.state import Intent, ModelState, OpenJob, Pending, StartFrom
+from headrace.schemas.state import DoomedWeights, Intent, ModelState, OpenJob, Pending, StartFrom
 from headrace.trainer.groups import RejectedTrajectory
 
 ModelStatus = Literal["active", "deleted", "diverged", "stopped"]
@@ -59,6 +59,7 @@ class ModelRun:
     rebasing: str | None = None
     start_from: StartFrom | None = None
     cancelled_early: list[str] = field(default_factory=list)
+    doomed: list[DoomedWeights] = field(default_factory=list)
     lingered: bool = False
     """The clock says that the stream's groups have waited long enough."""
     settling: bool = False
@@ -90,6 +91,7 @@ class ModelRun:
             rebasing=state.rebasing,
             start_from=state.start_from,
             cancelled_early=list(state.cancelled_early),
+            doomed=list(state.doomed),
         )
 
     @property
@@ -355,6 +357,7 @@ class ModelRun:
                 "rebasing": self.rebasing,
                 "start_from": self.start_from,
                 "cancelled_early": tuple(self.cancelled_early),
+                "doomed": tuple(self.doomed),
                 "window_since": self.window.since_text(),
                 "updated_at": utc_now(),
                 **update,

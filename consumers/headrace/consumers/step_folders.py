@@ -55,23 +55,27 @@ def folder_key(state: StateKey, kind: FolderKind) -> str:
     return f"models/{state.model_id}/{state.incarnation}/{_FOLDERS[kind]}/{state.step:08d}-{state.attempt}"
 
 
-def list_folders(store: ObjectStore, model_id: str, incarnation: str | None = None, kind: FolderKind | None = None) -> Iterator[StepFolder]:
-    """The folders of a model, of all its incarnations or of one, of all kinds or (with an incarnation) of one, in the order of their keys.
+def list_folders(
+    store: ObjectStore, model_id: str, incarnation: str | None = None, kind: FolderKind | None = None, step: int | None = None
+) -> Iterator[StepFolder]:
+    """The folders of a model, in the order of their keys: of all its incarnations or of one, of all kinds or (with an incarnation) of one,
+    of all steps or (with a kind) of one.
 
     Raises:
         StoreError: the store can't be used.
     """
     prefix = f"models/{model_id}/" + (f"{incarnation}/" if incarnation else "") + (f"{_FOLDERS[kind]}/" if incarnation and kind else "")
+    prefix += f"{step:08d}-" if incarnation and kind and step is not None else ""
     matched = ((_KEY.match(found.key), found) for found in store.list(prefix))
     known = ((match, found) for match, found in matched if match is not None)
     for key, objects in groupby(known, key=lambda pair: pair[0].group()):
         members = list(objects)
-        _, of, folder, step, attempt = members[0][0].groups()
+        _, of, folder, number, attempt = members[0][0].groups()
         yield StepFolder(
             key=key.removesuffix("/"),
             kind=KINDS[folder],
             incarnation=of,
-            step=int(step),
+            step=int(number),
             attempt=attempt,
             objects=tuple(found for _, found in members),
         )

@@ -13,12 +13,14 @@ import time
 from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.attempts import Attempts
 from headrace.consumers.catch_up import CatchUp, ModelDivergedError, state_key
 from headrace.consumers.cut import Batch
+from headrace.consumers.doomed_weights import is_doomed
 from headrace.consumers.evaluation_sets import EvaluationSetError, evaluation_groups
 from headrace.consumers.job_documents import evaluation_of, options_of, without_evaluation
 from headrace.consumers.kl_references import KlReferences, ReferencedStep, ReferenceMissingError
@@ -266,6 +268,7 @@ class StepRunner:
                 start=state.start_weights,
                 groups=groups,
                 evaluation=evaluation,
+                is_doomed=partial(is_doomed, run),
             )
             reference = await self._references.of(needed, options.kl)
         return StepPlan(
