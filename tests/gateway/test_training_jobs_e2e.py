@@ -10,7 +10,7 @@ import httpx
 import pytest
 from tests.consumers.conftest import tiny_model as tiny_model  # noqa: PLC0414 - a fixture, shared
 from tests.gateway.conftest import running
-from tests.gateway.job_bodies import group, job, make_model, placeholder, trajectory
+from tests.gateway.job_bodies import faults, group, job, make_model, placeholder, trajectory
 from tests.worker.conftest import WorkerProcess, settings_of
 
 from headrace.core.settings import GatewaySettings, Settings
@@ -57,6 +57,12 @@ async def train(http: httpx.AsyncClient, body: dict[str, Any], path: str = JOBS)
 async def steps_of(http: httpx.AsyncClient, model: str) -> list[int]:
     listed = await http.get(f"{MODELS}/{model}/checkpoints", params={"order": "desc", "limit": 100})
     return [item["step"] for item in listed.json()["data"]]
+
+
+def stored_weights(settings: Settings, model: str) -> list[int]:
+    """Steps whose weights are in the store."""
+    (folder,) = Path(settings.store.url.removeprefix("file://"), "models", model).glob("*/weights")
+    return sorted(int(path.name[:8]) for path in folder.iterdir() if (path / "manifest.json").exists())
 
 
 async def test_a_job_trains_a_step_and_its_checkpoint_is_there_when_it_has_ended(http: httpx.AsyncClient) -> None:
@@ -114,3 +120,23 @@ async def test_a_job_that_can_not_be_trained_says_why(http: httpx.AsyncClient, s
     assert [event["type"] for event in events] == ["training_failed"]
     assert "nowhere" in events[0]["data"]["error_message"]
     assert (await steps_of(http, model)) == [0]
+
+
+async def test_deleted_checkpoints_go_from_the_store_when_nothing_needs_them_and_the_model_goes_on(
+    http: httpx.AsyncClient, served: Settings
+) -> None:
+    model = await make_model(http, "forgets", **LEARNER)
+    for seed in range(4):  # the fourth step stores a snapshot
+        assert (await train(http, job(model, group(seed))))[-1]["type"] == "training_ended"
+    gone = await http.request("DELETE", f"{MODELS}/{model}/checkpoints", json={"steps": [0, 1, 2, 4, 9]})
+    assert gone.json() == {"deleted_count": 4, "not_found_steps": [9]}
+    assert await steps_of(http, model) == [3]
+    async with asyncio.timeout(60):
+        while True:  # the owner of the lane looks every few seconds
+            if stored_weights(served, model) == [3, 4]:
+                break
+            await asyncio.sleep(0.1)
+    refused = await http.post(JOBS, json=job(model, group(), config={"kl_penalty_coef": 0.1, "kl_penalty_reference_step": 1}))
+    assert list(faults(refused)) == ["body.experimental_config.kl_penalty_reference_step"]
+    assert (await train(http, job(model, group(5))))[-1]["type"] == "training_ended"
+    assert await steps_of(http, model) == [5, 3]
