@@ -23,7 +23,12 @@ def test_the_names_of_folders_are_those_that_steps_are_stored_under() -> None:
 
 def test_settings_that_the_page_names_exist() -> None:
     sections = {name: field.annotation for name, field in Settings.model_fields.items()}
-    named = set(re.findall(r"`(\w+)\.(\w+)`", PAGE)) - {("manifest", "json"), ("report", "json"), ("rows", "safetensors"), ("logprobs", "safetensors")}
+    named = set(re.findall(r"`(\w+)\.(\w+)`", PAGE)) - {
+        ("manifest", "json"),
+        ("report", "json"),
+        ("rows", "safetensors"),
+        ("logprobs", "safetensors"),
+    }
     named -= {("retention", "ms"), ("retention", "bytes")}  # of a topic
     assert named
     for section, field in named:
