@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-fast conformance chaos lint types bench docs docs-check constraints check clean
+.PHONY: demo test test-fast chromium conformance chaos lint types bench docs docs-check constraints check clean
 .DEFAULT_GOAL := test
 
 # uv installs torch and its kin in a fifth of pip's time; pip brings uv itself.
@@ -22,8 +22,12 @@ demo: $(STAMP)
 
 # Two files of tests at a time; WORKERS=0 for one after the other, as a debugger needs it.
 WORKERS ?= 2
-test: $(STAMP)
+test: $(STAMP) chromium
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# A browser for the tests of the dashboard; without one they are skipped. Their screenshots are in .ci-artifacts/browser.
+chromium:
+	@tests/browser/chromium.sh
 
 # The hosted services' own clients, unmodified, against Kafka, worker, engine and gateway; part of `make test` too.
 conformance: $(STAMP)

@@ -10,6 +10,7 @@ from headrace.gateway import exchanges, health, inference, problems
 from headrace.gateway.access import Pace
 from headrace.gateway.access_log import AccessLog
 from headrace.gateway.body_limit import BodyLimit
+from headrace.gateway.dashboard import data, pages
 from headrace.gateway.gate import Gate
 from headrace.gateway.training_jobs import api as training_jobs
 
@@ -32,6 +33,8 @@ def create_app(settings: Settings) -> FastAPI:
     problems.install(app)
     for router in (health.router, inference.router, exchanges.router, training_jobs.router):
         app.include_router(router)
+    app.include_router(data.router)
+    pages.install(app)
     app.add_middleware(BodyLimit, settings=settings.gateway, is_upload=_is_upload)
     app.add_middleware(AccessLog)
     return app
