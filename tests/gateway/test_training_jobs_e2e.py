@@ -11,6 +11,7 @@ import pytest
 from tests.consumers.conftest import tiny_model as tiny_model  # noqa: PLC0414 - a fixture, shared
 from tests.gateway.conftest import running
 from tests.gateway.job_bodies import faults, group, job, make_model, placeholder, trajectory
+from tests.gateway.test_training_jobs_sft import example, lines, put
 from tests.worker.conftest import WorkerProcess, settings_of
 
 from headrace.core.settings import GatewaySettings, Settings
@@ -140,3 +141,13 @@ async def test_deleted_checkpoints_go_from_the_store_when_nothing_needs_them_and
     assert list(faults(refused)) == ["body.experimental_config.kl_penalty_reference_step"]
     assert (await train(http, job(model, group(5))))[-1]["type"] == "training_ended"
     assert await steps_of(http, model) == [5, 3]
+
+
+async def test_a_supervised_job_trains_on_examples_from_the_store(http: httpx.AsyncClient, served: Settings) -> None:
+    model = await make_model(http, "imitates", **LEARNER)
+    uri = put(served, "examples.jsonl", lines(example("c d"), example("e"), example("c")))
+    body = {"model_id": model, "training_data_url": uri, "config": {"batch_size": 2, "learning_rate": 1e-3}}
+    events = await train(http, body, "/v1/preview/sft-training-jobs")
+    assert [event["type"] for event in events] == ["training_started", "gradient_step", "training_ended"]
+    assert events[1]["data"]["updates"] == 2
+    assert await steps_of(http, model) == [1, 0]

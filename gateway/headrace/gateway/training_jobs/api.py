@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter
 
-from headrace.gateway.training_jobs import checkpoints, events, logged, models, submit
+from headrace.gateway.training_jobs import checkpoints, events, logged, models, sft, submit
 
 router = APIRouter()
-for part in (models, checkpoints, logged, submit, events):
+for part in (models, checkpoints, logged, submit, sft, events):
     router.include_router(part.router)

@@ -82,7 +82,7 @@ def place(gate: Gate, model: ModelView, identity: Identity, config: JobConfig, *
         model_id=model.model_id,
         topics=gate.settings.topic_names,
         lane=lane_of(model.model_id, gate.view.lanes),
-        inline_limit=gate.settings.producer.inline_limit_bytes,
+        inline_limit=0 if is_sft else gate.settings.producer.inline_limit_bytes,
         is_sft=is_sft,
         without_logprobs=None if config.config is None else config.config.allow_training_without_logprobs,
     )
