@@ -92,6 +92,11 @@ class Site:
         await self.send(self.settings.topic_names.weights, model_id, published)
         return published
 
+    async def fact(self, key: str, record: BaseModel) -> None:
+        """Write what only gateways know."""
+        value, headers = seal(record, source="test")
+        await self.producer.send_and_wait(self.settings.topic_names.gateway, value, key=key.encode(), headers=headers)
+
     async def send(self, topic: str, model_id: str, record: BaseModel) -> None:
         value, headers = seal(record, source="test")
         lane = lane_of(model_id, self.settings.topics.partitions)

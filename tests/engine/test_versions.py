@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.engine.site import Acks, Site, running
 from transformers import AutoModelForCausalLM
 
 from headrace.core.models import create_model
+from headrace.schemas.base import utc_now
+from headrace.schemas.deployments import DeployedModel, deployed_model_key
 from headrace.schemas.training import ModelSettings
 from headrace.schemas.weights import WeightsApplied, WeightsFailed
 
@@ -96,6 +99,14 @@ async def test_the_base_model_is_acknowledged_and_served_by_its_name(engine, ack
     ack = await acks.of("e:tiny", applied(0))
     assert (ack.base_url, ack.digest, ack.served_as) == (str(engine.base_url).rstrip("/"), "base", "tiny")
     assert is_of(await ask(engine, "tiny"), loaded(site.base, None))
+
+
+async def test_what_was_just_created_or_published_can_be_asked_for_at_once(engine, site):
+    model_id = await site.create(uuid.uuid4().hex)
+    assert (await ask(engine, model_id))["policy_version"] == 0
+    await site.take_up(model_id)
+    await site.publish(model_id, 1, adapter(site.base, site.new_folder() / "1", 1))
+    assert (await ask(engine, f"{model_id}@1"))["policy_version"] == 1
 
 
 async def test_a_model_is_served_as_soon_as_it_is_asked_for_with_no_worker_alive(engine, acks, model_id, site):
@@ -252,6 +263,25 @@ async def test_an_engine_of_a_deployment_serves_what_names_it(acks, site):
         assert ack.deployment == "blue"
         assert (await ask(engine, blue))["policy_version"] == 1
         await ask(engine, green, 404)
+
+
+async def test_an_engine_of_a_deployment_serves_what_it_is_asked_to_load_until_that_is_taken_back(acks, site):
+    model_id = await site.create(uuid.uuid4().hex)
+    await site.take_up(model_id)
+    published = await site.publish(model_id, 2, adapter(site.base, site.new_folder() / "2", 2))
+    wanted = DeployedModel(
+        account="default", deployment="red", published=published.model_copy(update={"files": ()}), id="d", model="m", owner="me"
+    )
+    fact = partial(site.fact, deployed_model_key("default", "d"))
+    async with running(site, engine_id="r", deployment="red") as engine:
+        await ask(engine, model_id, 404)
+        await fact(wanted)
+        ack = await acks.of(f"r:{model_id}", applied(2))
+        assert (ack.deployment, ack.digest) == ("red", published.digest)
+        assert (await ask(engine, model_id))["policy_version"] == 2
+        await fact(wanted.model_copy(update={"removed_at": utc_now()}))
+        await acks.of(f"r:{model_id}", lambda ack: ack is None)
+        await ask(engine, model_id, 404)
 
 
 async def test_models_of_another_base_model_are_left_alone(engine, site):

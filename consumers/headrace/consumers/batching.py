@@ -115,6 +115,18 @@ class Batcher:
         """Run something in the engine's thread, between two batches."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    def post(self, work: Callable[[], None]) -> None:
+        """As `call`, without waiting for it; what it raises is logged. Nothing, once the thread is gone."""
+
+        def logged() -> None:
+            try:
+                work()
+            except Exception:  # there is nobody to tell
+                logger.exception("work in the engine's thread failed")
+
+        if not self._closed:
+            self._thread.submit(logged)
+
     async def run(self) -> None:
         """Sample what is asked for until cancelled."""
         while True:

@@ -1,5 +1,7 @@
 """Which models an engine should serve, and the latest version of each: `models`, `commands` and `weights`, followed by one consumer.
 
+An engine of a deployment follows `gateway` too: requests to load a version there count like published versions that name the deployment.
+
 Guarantees: a model is seen as soon as the command that creates it is in the log, also with no worker alive; nothing is said before all that
 was written at the start has been read, so an engine that starts late goes to the latest versions only; it lives through broker outages.
 A version counts only if it is of the incarnation that the model's owner wrote last. A lane that can't be read keeps its former models, and
@@ -22,6 +24,9 @@ from headrace.core.kafka import ClientOptions, client_options
 from headrace.core.model_views import ModelView, fold
 from headrace.core.reading import follow_all
 from headrace.core.settings import Settings
+from headrace.schemas.deployments import DeployedModel, HotLoad
+from headrace.schemas.envelope import header_text, open_record
+from headrace.schemas.errors import CodecError
 from headrace.schemas.weights import WeightsPublished
 
 logger = logging.getLogger(__name__)
@@ -61,7 +66,7 @@ class ModelWatch:
         settings: Kafka and topics.
         base_model: Name in the catalogue.
         models: Only these ids; empty: all.
-        deployment: Only models whose latest version names it; None: all.
+        deployment: Only models of which a version names it, or that it was asked to load; None: all.
         client_id: Of the Kafka client.
     """
 
@@ -75,6 +80,8 @@ class ModelWatch:
         self._deployment = deployment
         self._lanes: dict[int, _Lane] = defaultdict(_Lane)
         self._targets: dict[str, WeightTarget] = {}
+        self._requests: dict[bytes, WeightsPublished] = {}
+        """What the deployment was asked to load, by the key of the request."""
         self.caught_up = asyncio.Event()
         """Set once all that was written at the start has been read."""
         self.changed = asyncio.Event()
@@ -85,7 +92,9 @@ class ModelWatch:
         pause = 1.0
         while True:
             try:
-                topics = (self._topics.models, self._topics.commands, self._topics.weights)
+                topics = [self._topics.models, self._topics.commands, self._topics.weights]
+                if self._deployment is not None:
+                    topics.append(self._topics.gateway)
                 async with aclosing(follow_all(self._options, topics, self.caught_up)) as batches:
                     tell = asyncio.create_task(self._tell_when_caught_up())
                     try:
@@ -102,21 +111,26 @@ class ModelWatch:
     def observe(self, batch: Sequence[ConsumerRecord]) -> None:
         """Take records of one partition in; again is harmless."""
         for record in batch:
-            lane = self._lanes[record.partition]
             if record.topic == self._topics.commands:
+                lane = self._lanes[record.partition]
                 lane.commands[record.offset] = record
                 lane.stale = True
-            elif record.topic == self._topics.models and record.key is not None:
+            elif record.key is None:
+                continue
+            elif record.topic == self._topics.models:
+                lane = self._lanes[record.partition]
                 if record.value is None:
                     lane.states.pop(record.key, None)
                 else:
                     lane.states[record.key] = record
                 lane.stale = True
-            elif record.topic == self._topics.weights and record.key is not None:
+            elif record.topic == self._topics.weights:
                 model_id = record.key.decode(errors="replace")
                 if model_id not in self._targets:
                     self._targets[model_id] = WeightTarget(model_id=model_id, deployment=self._deployment)
                 self._targets[model_id].observe([record])
+            elif record.topic == self._topics.gateway:
+                self._ask(record)
         if self.caught_up.is_set():
             self.changed.set()
 
@@ -143,10 +157,23 @@ class ModelWatch:
         except HeadraceError as error:
             logger.error("the models of lane %d stay as they were: %s", number, error)  # noqa: TRY400 - said by its text
 
+    def _ask(self, record: ConsumerRecord) -> None:
+        """Take in a fact of the gateway's, if it asks this deployment to load something."""
+        self._requests.pop(record.key, None)
+        try:
+            fact = open_record(record.value, header_text(record.headers), (HotLoad, DeployedModel))
+        except CodecError:
+            return  # a tombstone, or one of the many facts of other kinds
+        removed = isinstance(fact, DeployedModel) and fact.removed_at is not None
+        if isinstance(fact, HotLoad | DeployedModel) and fact.deployment == self._deployment and not removed:
+            self._requests[record.key] = fact.published
+
     def _published(self, view: ModelView) -> WeightsPublished | None:
         target = self._targets.get(view.model_id)
-        published = None if target is None else target.target
-        return published if published is not None and published.incarnation == _incarnation(view) else None
+        said = [] if target is None or target.target is None else [target.target]
+        said += [request for request in self._requests.values() if request.model_id == view.model_id]
+        of_now = [published for published in said if published.incarnation == _incarnation(view)]
+        return max(of_now, key=lambda published: published.policy_version, default=None)
 
     def _concerns(self, view: ModelView, published: WeightsPublished | None) -> bool:
         if view.settings.base_model != self._base_model or view.status in {"deleting", "deleted"}:

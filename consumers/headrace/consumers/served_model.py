@@ -8,7 +8,7 @@ than `keep` are held. Gives up: keeping to that number while requests hold all o
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 BASE_DIGEST = "base"
 """What an ack of version 0 says as its digest, where that is the base model."""
+NEWS_SECONDS = 0.5
+"""What was just created or published is on its way here: a name that is not known yet is waited for so long."""
 _LOADING_SECONDS = 120.0
 """A request waits for a version to be loaded so long at most."""
 
@@ -89,7 +91,7 @@ class ServedModel:
         self._followed = followed
         self._engine = engine
         self._batcher = batcher
-        self._cache = cache
+        self.cache = cache
         self._acks = acks
         self._ledger = ledger
         self._keep = keep
@@ -127,7 +129,7 @@ class ServedModel:
         """The model as it stands now; begins to follow it at the first call."""
         self._followed = followed
         for other in [held for held in self._held if held[0] != followed.incarnation]:
-            await self._forget(other)
+            self._forget(other)
         self._target.aim(followed.published)
         if self._following is None:
             self._following = asyncio.create_task(self._applier.run(), name=f"weights of {followed.view.model_id}")
@@ -142,7 +144,7 @@ class ServedModel:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         for key in list(self._held):
-            await self._forget(key)
+            self._forget(key)
         await self._acks.retract()
 
     async def apply(self, folder: Path, published: WeightsPublished) -> str:
@@ -151,7 +153,7 @@ class ServedModel:
         if key not in self._held:
             await self._hold(key, folder)
         self._current = key
-        await self._trim()
+        self._trim()
         return self._name(published.policy_version)
 
     @asynccontextmanager
@@ -172,7 +174,14 @@ class ServedModel:
             yield Policy(model_id=view.model_id, version=version, weights=weights, switches=view.settings.chat_template_kwargs)
         finally:
             if weights is not None:
-                await self._unpin(weights)
+                self._unpin(weights)
+
+    @property
+    def _latest(self) -> int:
+        published = self._followed.published
+        latest = 0 if published is None else published.policy_version
+        # A deployment may be asked to go back; what is current does not.
+        return latest if self._current is None else max(latest, self._current[1])
 
     async def _current_version(self) -> int:
         """The version that a name without one stands for; waits until it is loaded."""
@@ -190,11 +199,13 @@ class ServedModel:
         if version == 0 and view.start_weights is None:
             return None
         key = (incarnation, version)
-        published = self._followed.published
-        latest = 0 if published is None else published.policy_version
-        if version > latest:
-            raise NoSuchPolicyError(f"version {version} of model {view.model_id} is not published yet: the latest is {latest}")
-        if key not in self._held and published is not None and version == latest:
+        if version > self._latest:
+            with suppress(TimeoutError):
+                async with deadline(NEWS_SECONDS), self._moved:
+                    await self._moved.wait_for(lambda: version <= self._latest)
+        if version > self._latest:
+            raise NoSuchPolicyError(f"version {version} of model {view.model_id} is not published yet: the latest is {self._latest}")
+        if key not in self._held and 0 < version == self._latest:
             await self._until_applied(version)
         while key not in self._held:
             await self._load(key)
@@ -248,7 +259,7 @@ class ServedModel:
             files=(),
         )
         try:
-            folder = await asyncio.to_thread(self._cache.fetch, wanted)
+            folder = await asyncio.to_thread(self.cache.fetch, wanted)
         except StoreUnavailableError as error:
             raise PolicyNotReadyError(f"the weights of {self._name(version)} can't be reached: {error}") from error
         except StoreError as error:
@@ -269,7 +280,7 @@ class ServedModel:
                 self._held = {over: replaced, **self._held}
             raise
         self._held[key] = name
-        await self._trim(key)
+        self._trim(key)
         return name
 
     def _spare(self, besides: tuple[str, int] | None) -> tuple[str, int] | None:
@@ -277,11 +288,11 @@ class ServedModel:
         spare = (key for key, name in self._held.items() if key not in {besides, self._current} and name not in self._pins)
         return next(spare, None)
 
-    async def _trim(self, besides: tuple[str, int] | None = None) -> None:
+    def _trim(self, besides: tuple[str, int] | None = None) -> None:
         while len(self._held) > self._keep and (spare := self._spare(besides)) is not None:
-            await self._forget(spare)
+            self._forget(spare)
 
-    async def _forget(self, key: tuple[str, int]) -> None:
+    def _forget(self, key: tuple[str, int]) -> None:
         """Take a version away, at once or when the last request is done with it."""
         name = self._held.pop(key)
         if key == self._current:
@@ -289,18 +300,18 @@ class ServedModel:
         if name in self._pins:
             self._gone.add(name)
         else:
-            await self._batcher.call(partial(self._engine.drop, name))
+            self._batcher.post(partial(self._engine.drop, name))
 
-    async def _unpin(self, name: str) -> None:
+    def _unpin(self, name: str) -> None:
         self._pins[name] -= 1
         if self._pins[name]:
             return
         del self._pins[name]
         if name in self._gone:
             self._gone.discard(name)
-            await self._batcher.call(partial(self._engine.drop, name))
+            self._batcher.post(partial(self._engine.drop, name))
         else:
-            await self._trim()
+            self._trim()
 
     async def _serve_zero(self, followed: Followed) -> None:
         """Say that version 0 is served."""

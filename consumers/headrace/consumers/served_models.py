@@ -8,7 +8,7 @@ Gives up: acks where the process is killed; the engine that starts under the sam
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -16,9 +16,10 @@ from urllib.parse import quote
 from headrace.consumers.batching import Batcher
 from headrace.consumers.model_watch import Followed, ModelWatch
 from headrace.consumers.policy_engine import PolicyEngine
-from headrace.consumers.served_model import BASE_DIGEST, NoSuchPolicyError, Policy, PolicyNotReadyError, ServedModel
+from headrace.consumers.served_model import BASE_DIGEST, NEWS_SECONDS, NoSuchPolicyError, Policy, PolicyNotReadyError, ServedModel
 from headrace.consumers.weight_acks import AckTopic, EngineAcks
 from headrace.consumers.weight_cache import WeightCache
+from headrace.core.deadline import deadline
 from headrace.core.kafka import client_options
 from headrace.core.ledger import read_ledger
 from headrace.core.settings import Settings
@@ -85,6 +86,7 @@ class ServedModels:
         self._root = cache_dir or Path(".headrace") / "engines" / quote(identity.engine_id, safe="")
         self._topic = AckTopic(client_options(settings.kafka, f"headrace-engine-{identity.engine_id}"), settings.topic_names.weight_acks)
         self._models: dict[str, ServedModel] = {}
+        self._moved = asyncio.Condition()
         self._ending = False
 
     @property
@@ -127,12 +129,16 @@ class ServedModels:
             followed = self._watch.followed()
             for model_id in self._models.keys() - followed.keys():
                 logger.info("model %s is served no longer", model_id)
-                await self._models.pop(model_id).end()
+                gone = self._models.pop(model_id)
+                await gone.end()
+                await asyncio.to_thread(gone.cache.remove)
             for model_id, one in followed.items():
                 if model_id not in self._models:
                     logger.info("serving model %s (%s/%s)", model_id, one.view.project, one.view.name)
                     self._models[model_id] = self._served(one)
                 await self._models[model_id].update(one)
+            async with self._moved:
+                self._moved.notify_all()
 
     async def stop(self) -> None:
         """Take all acks back, and disconnect. After `run` was cancelled; requests under way go on."""
@@ -154,18 +160,26 @@ class ServedModels:
             yield Policy(model_id=name, version=0, weights=None, switches={})
             return
         model_id, at, version = name.partition("@")
-        model = self._models.get(model_id)
+        model = await self._find(model_id)
         if model is None:
             if self._ending:
                 raise PolicyNotReadyError("the engine is ending: ask another one")
             if not self.ready:
                 raise PolicyNotReadyError("the engine has not read all models yet: try again")
-            there = ", ".join([self.base_model, *sorted(self._models)][:10])
-            raise NoSuchPolicyError(f"there is no model {model_id!r} here; there are: {there}")
+            # Their names belong to several accounts, and this text may be passed on.
+            raise NoSuchPolicyError(f"there is no model {model_id[:200]!r} here: GET /v1/models lists what there is")
         if at and not (version.isascii() and version.isdigit() and len(version) < 19):
             raise NoSuchPolicyError(f"{name!r}: what follows the @ is a policy version, a number")
         async with model.policy(int(version) if at else None) as policy:
             yield policy
+
+    async def _find(self, model_id: str) -> ServedModel | None:
+        """A model; one that was just created is on its way here."""
+        if model_id not in self._models:
+            with suppress(TimeoutError):
+                async with deadline(NEWS_SECONDS), self._moved:
+                    await self._moved.wait_for(lambda: model_id in self._models or self._ending)
+        return self._models.get(model_id)
 
     def _served(self, followed: Followed) -> ServedModel:
         model_id = followed.view.model_id

@@ -46,6 +46,10 @@ class WeightCache:
         name = f"{published.incarnation}-v{published.policy_version}-{published.digest[:16]}"
         return self._root / f"weights-{quote(name, safe='')}"
 
+    def remove(self) -> None:
+        """Remove all of it: the model is gone. Blocks."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
     def prune(self, current: WeightsPublished) -> None:
         """Remove all but the latest versions; `current` stays in any case. Blocks."""
         spared = self.folder(current)
