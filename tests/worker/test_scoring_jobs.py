@@ -9,8 +9,12 @@ from tests.worker.following import Following
 from tests.worker.groups import group
 from tests.worker.stage import Stage
 
+from headrace.consumers.job_documents import evaluation_of
+from headrace.consumers.replay import Task, replay
+from headrace.consumers.replay_start import find_route
 from headrace.core.group_sets import store_groups
 from headrace.core.models import ModelView
+from headrace.core.step_range import StepRange
 from headrace.core.store import read_manifest
 from headrace.schemas.events import GroupRejected, StepCompleted
 from headrace.schemas.jobs import JobDocument, JobState
@@ -116,7 +120,7 @@ async def test_logprobs_of_a_forward_only_job_are_a_reference_and_an_owner_runs_
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_warm_start_is_version_0_and_the_reference_and_an_owner_begins_from_it_again(stage: Stage) -> None:
+async def test_a_warm_start_is_version_0_and_the_reference_and_owners_and_replays_begin_from_it_again(stage: Stage) -> None:
     lane = stage.free_lane()
     source = await stage.model(lane)
     async with stage.owner(lane), stage.seen(source) as seen:
@@ -124,11 +128,12 @@ async def test_a_warm_start_is_version_0_and_the_reference_and_an_owner_begins_f
         (trained,) = await seen.until(StepRecord, 1)
         expected = await ended(seen, await ask(stage, source, [1, 2], forward_only=True))
     warm = await stage.model(lane, start_weights=trained.weights)
+    evaluation = store_groups(stage.store, [group("e", seed=5)])
     gone = await stage.model(lane, start_weights=trained.weights.model_copy(update={"uri": f"{trained.weights.uri}-gone"}))
     async with stage.seen(warm) as seen, stage.seen(gone) as beside:
         async with stage.owner(lane):
             first = await ended(seen, await ask(stage, warm, [1, 2], forward_only=True))
-            await ask(stage, warm, [0], config=KL)
+            await ask(stage, warm, [0], config=KL, evaluation=evaluation)
             await seen.until_state(lambda state: state.policy_version == 2)
             failed = await ended(beside, await ask(stage, gone, [0]))
             stopped = await beside.until_state(lambda state: state.status == "stopped")
@@ -136,12 +141,19 @@ async def test_a_warm_start_is_version_0_and_the_reference_and_an_owner_begins_f
             await ask(stage, warm, [0], config=KL)
             steps = await seen.until(StepRecord, 3)
             states = seen.of(ModelState)
+    state = states[-1]
+    route = await find_route(stage.settings, stage.store, state, StepRange.parse("1..2"))
+    async with replay(stage.settings, Task(model=state.settings, route=route, start=state.start_weights)) as again:
+        replayed = [step async for step in again]
     ours, theirs = logprobs_of(stage, first.logprobs), logprobs_of(stage, expected.logprobs)
     assert {key: values.tolist() for key, values in ours.items()} == {key: values.tolist() for key, values in theirs.items()}
     assert steps[0].weights.digest == trained.weights.digest
     assert steps[1].metrics["kl_reference"] == pytest.approx(0, abs=1e-12), "version 0 is the reference"
     assert steps[2].metrics["kl_reference"] > 1e-6
-    assert states[-1].start_weights == trained.weights
+    assert state.start_weights == trained.weights
+    assert [step.equal for step in replayed] == [True, True]
+    assert replayed[1].rerun is not None
+    assert evaluation_of(replayed[1].rerun.result.metrics) == evaluation_of(steps[1].metrics) != {}
     assert failed.state is JobState.FAILED
     assert "the weights that it begins with can't be used" in (stopped.status_detail or "")
     assert "-gone" in (failed.error_message or "")
