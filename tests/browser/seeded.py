@@ -71,6 +71,10 @@ class Seeded:
         )  # fmt: skip
         await write(self.settings, [made, _state(AGENT, "shop-agent", version=self.version), done], key=AGENT)
 
+    async def touch_other(self) -> None:
+        """Something about the other account's model."""
+        await write(self.settings, [_state(OTHER, "hidden-agent", version=0, account="rival")], key=OTHER)
+
     async def job(self, job_id: str, state: JobState, **more: object) -> None:
         """A job's document."""
         await _put(self.settings, self.settings.topic_names.jobs, job_id, [_job(job_id, state, **more)])

@@ -14,7 +14,7 @@ from headrace.core.settings import BaseModelEntry, GatewaySettings, KafkaSetting
 from headrace.core.topic_admin import apply
 from headrace.gateway.app import create_app
 from headrace.gateway.gate import Gate
-from headrace.gateway.serve import Server
+from headrace.gateway.serve import bind, Server
 
 
 def gateway_settings(kafka: str, prefix: str, folder: Path, **gateway: object) -> Settings:
@@ -34,12 +34,13 @@ async def running(settings: Settings, **client: object) -> AsyncIterator[httpx.A
     app = create_app(settings)
     gate: Gate = app.state.gate
     server = Server(uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="off", log_config=None, access_log=False), gate)
-    listener = server.config.bind_socket()
+    listener = bind(settings)
     async with gate:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             address = f"http://127.0.0.1:{listener.getsockname()[1]}"
             async with httpx.AsyncClient(base_url=address, timeout=30, trust_env=False, **client) as http:  # type: ignore[arg-type]
+                http.gate = gate  # type: ignore[attr-defined]
                 yield http
         finally:
             server.should_exit = True
