@@ -174,6 +174,8 @@ class GatewaySettings(_Section):
     inference_timeout_seconds: float = Field(default=1200, gt=0)
     inference_wait_seconds: float = Field(default=2, ge=0)
     """A version that is published and not served yet is waited for so long."""
+    wandb_dir: Path = Path(".headrace/wandb")
+    """Where runs lie that jobs ask for (`wandbConfig`), until wandb has sent them."""
     training_data: dict[str, str] = Field(default_factory=dict)
     """`wandb-artifact:///entity/project/name:version` to the URI in the object store where it lies."""
 

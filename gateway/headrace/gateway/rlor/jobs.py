@@ -26,6 +26,7 @@ from headrace.gateway.rlor.masks import ReadMask, answered
 from headrace.gateway.rlor.names import PROJECT, OwnAccount, id_in, rlor_model_id
 from headrace.gateway.rlor.shown_job import RlorTrainerJob, shown
 from headrace.gateway.rlor.steps import output_model, prepare, write_job
+from headrace.gateway.rlor.tracking import can_track
 from headrace.gateway.rlor.warm_start import warm_start
 from headrace.gateway.rlor.wire import Empty, Wire
 from headrace.gateway.secret_box import SecretBox, SecretBoxError
@@ -78,7 +79,7 @@ async def create_job(
     repeated = request.headers.get("x-stainless-retry-count", "0") not in {"", "0"}
     async with changing(gate, account, job_id) as tables:
         known = _known(tables, account, job_id)
-        fact = _fact(gate, tables, caller, fields, job_id=job_id or str(uuid.uuid4()), idle=without_effect(raw, fields))
+        fact = _fact(gate, tables, caller, fields, job_id=job_id or str(uuid.uuid4()), idle=_idle(raw, fields))
         if (same := _repeated(tables, fact, known, named=bool(job_id)) if repeated else None) is not None:
             return _answer(same)
         if known is not None:
@@ -182,6 +183,12 @@ def _without_secrets(fields: JobFields, box: SecretBox) -> tuple[JobFields, dict
             raise ProblemError(400, str(error)) from None
         fields = fields.model_copy(update={part: holder.model_copy(update={name: None})})
     return fields, secrets
+
+
+def _idle(raw: dict[str, Any], fields: JobFields) -> tuple[str, ...]:
+    idle = without_effect(raw, fields)
+    untracked = fields.wandb_config is not None and fields.wandb_config.enabled and not can_track()
+    return (*idle, "wandbConfig (this gateway lacks the extra headrace[wandb])") if untracked else idle
 
 
 def _known(tables: Tables, account: str, job_id: str) -> Job | None:

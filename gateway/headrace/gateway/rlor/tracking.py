@@ -1,0 +1,169 @@
+"""Metrics of RLOR jobs that ask for it (`wandbConfig.enabled`), written to a Weights & Biases run. Needs the extra `wandb`.
+
+All gateways follow the step ledger as one consumer group, so each step is written by one of them, and all steps of a job by the same one as
+long as it runs. Guarantees: a step is written after its commit, in order; a gateway that ends is taken over from its last written step.
+Gives up: exactly once. After a crash a step may be written again, which wandb passes over, as it takes steps in rising order only; a
+service that can't be reached costs metrics of the run (a warning says so), never a step: the ledger has them all.
+
+One run a job, with the id `wandbConfig.runId` or `<job>-<8 hex>`; where it is known to the service it goes on. `WANDB_MODE=offline` in the
+gateway's environment writes to `gateway.wandb_dir` only. The key is handed to wandb in memory, and stands in no file of its own.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, cast
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord
+from aiokafka.errors import KafkaError
+
+from headrace.core.errors import HeadraceError
+from headrace.core.kafka import client_options
+from headrace.core.model_views import open_kept
+from headrace.gateway.gate import Gate
+from headrace.gateway.rlor.job_facts import job_of
+from headrace.gateway.rlor.job_fields import JobFields, WandbConfig
+from headrace.gateway.rlor.job_state import OVER
+from headrace.gateway.secret_box import SecretBox, SecretBoxError
+from headrace.schemas.rlor import RlorJob
+from headrace.schemas.state import StepRecord
+
+if TYPE_CHECKING:
+    import wandb
+
+logger = logging.getLogger(__name__)
+
+_KEY = "wandbConfig.apiKey"
+_RETRY_SECONDS = 5.0
+
+
+def can_track() -> bool:
+    """Whether wandb is installed."""
+    return find_spec("wandb") is not None
+
+
+@asynccontextmanager
+async def tracking(gate: Gate) -> AsyncIterator[None]:
+    """Track meanwhile, once a job asks for it."""
+    if not can_track():
+        yield
+        return
+    tracker = _Tracker(gate)
+    task = asyncio.create_task(tracker.run(), name="tracking")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await asyncio.to_thread(tracker.finish)
+
+
+class _Tracker:
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._runs: dict[str, wandb.Run] = {}
+        """Open ones, by the id of the model."""
+        self._of: dict[str, RlorJob] = {}
+
+    async def run(self) -> None:
+        view = self._gate.view
+        while not any(_asks(job) for job in self._jobs()):
+            await view.news()
+        settings = self._gate.settings
+        options = client_options(settings.kafka, "headrace-gateway-tracking")
+        group = f"{settings.topics.prefix.rstrip('.-_') or 'headrace'}-gateway-tracking"
+        while True:
+            consumer = AIOKafkaConsumer(
+                settings.topic_names.steps,
+                **options,
+                group_id=group,
+                enable_auto_commit=False,
+                auto_offset_reset="earliest",
+                isolation_level="read_committed",
+            )
+            try:
+                await consumer.start()
+                while True:
+                    batches = await consumer.getmany(timeout_ms=1000)
+                    if batches:
+                        await view.fresh()
+                        await asyncio.to_thread(self._write, [record for records in batches.values() for record in records])
+                        await consumer.commit()
+                    if over := [key for key, job in self._of.items() if job_of(view.tables, job).stands.state in OVER]:
+                        await asyncio.to_thread(self._close, over)
+            except (KafkaError, HeadraceError) as error:
+                logger.warning("steps can't be tracked now: %s", error)
+                await asyncio.sleep(_RETRY_SECONDS)
+            finally:
+                with suppress(KafkaError):
+                    await consumer.stop()
+
+    def finish(self) -> None:
+        """Close all runs; blocks until wandb has written them."""
+        self._close([*self._runs])
+
+    def _close(self, models: Iterable[str]) -> None:
+        for model_id in models:
+            self._of.pop(model_id, None)
+            self._runs.pop(model_id).finish()
+
+    def _jobs(self) -> Iterable[RlorJob]:
+        return [fact for fact in self._gate.view.tables.facts_under("rlor-job/") if isinstance(fact, RlorJob)]
+
+    def _write(self, records: Iterable[ConsumerRecord]) -> None:
+        jobs = {job.model_id: job for job in self._jobs() if _asks(job)}
+        for record in records:
+            step = cast("StepRecord", open_kept(record, (StepRecord,)))
+            job = jobs.get(step.model_id)
+            if job is not None and step.committed_at >= job.created_at:
+                self._log(job, step)
+
+    def _log(self, job: RlorJob, step: StepRecord) -> None:
+        import wandb  # noqa: PLC0415 - heavy, and an extra
+
+        try:
+            if job.model_id in self._of and self._of[job.model_id].nonce != job.nonce:
+                self._close([job.model_id])
+            if job.model_id not in self._runs:
+                self._runs[job.model_id] = self._open(job)
+            self._of[job.model_id] = job
+            self._runs[job.model_id].log({**step.metrics, "policy_version": step.policy_version_after}, step=step.step)
+        except (wandb.Error, SecretBoxError) as error:
+            logger.warning("step %d of job %s is not in its wandb run: %s", step.step, job.id, error)
+
+    def _open(self, job: RlorJob) -> "wandb.Run":
+        import wandb  # noqa: PLC0415 - as above
+
+        fields = JobFields.model_validate(job.request)
+        said = fields.wandb_config or WandbConfig()
+        gateway = self._gate.settings.gateway
+        sealed = job.secrets.get(_KEY)
+        gateway.wandb_dir.mkdir(parents=True, exist_ok=True)
+        return wandb.init(
+            entity=said.entity or None,
+            project=said.project or "headrace",
+            id=said.run_id or f"{job.id}-{job.nonce[:8]}",
+            name=fields.display_name or job.id,
+            config=job.request,
+            dir=str(gateway.wandb_dir),
+            resume="allow",
+            reinit="create_new",
+            settings=wandb.Settings(
+                api_key=None if sealed is None else SecretBox(gateway.secrets_key).open(_KEY, sealed),
+                silent=True,
+                console="off",
+                disable_git=True,
+                save_code=False,
+                x_disable_stats=True,
+                x_disable_meta=True,
+                x_save_requirements=False,
+            ),
+        )
+
+
+def _asks(job: RlorJob) -> bool:
+    config = job.request.get("wandbConfig")
+    return isinstance(config, dict) and config.get("enabled") is True
