@@ -24,7 +24,7 @@ def _entry(step: int, **metrics: float) -> StepEntry:
     known = dict.fromkeys(StepEntry.__dataclass_fields__)
     return StepEntry(
         **known
-        | {"step": step, "committed_at": BEGAN + timedelta(seconds=step), "metrics": metrics, "weights": WeightsRef(uri="", digest="")}  # type: ignore[arg-type]  # noqa: E501
+        | {"step": step, "committed_at": BEGAN + timedelta(seconds=step), "metrics": metrics, "weights": WeightsRef(uri="", digest="")}  # type: ignore[arg-type]
     )
 
 
