@@ -115,6 +115,8 @@ def _job(model_id: str, size: int) -> bytes:
     """A job of about so many bytes, as the hosted API's client sends it."""
     group = orjson.loads(hosted_json(8, 120))
     del group["group_id"]
+    for trajectory in group["trajectories"]:
+        trajectory["initial_policy_version"] = trajectory["final_policy_version"] = 0  # the model is new
     count = max(1, round(size / len(orjson.dumps(group))))
     return orjson.dumps({"model_id": model_id, "trajectory_groups": [group] * count, "experimental_config": {"learning_rate": 5e-6}})
 

@@ -14,7 +14,7 @@ from headrace.core.settings import BaseModelEntry, GatewaySettings, KafkaSetting
 from headrace.core.topic_admin import apply
 from headrace.gateway.app import create_app
 from headrace.gateway.gate import Gate
-from headrace.gateway.serve import bind, Server
+from headrace.gateway.serve import Server, bind
 
 
 def gateway_settings(kafka: str, prefix: str, folder: Path, **gateway: object) -> Settings:

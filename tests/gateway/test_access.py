@@ -1,5 +1,7 @@
 """Who may call, how much, and what is answered where something is missing."""
 
+import asyncio
+import socket
 from pathlib import Path
 
 import httpx
@@ -8,7 +10,7 @@ from tests.gateway.conftest import gateway_settings, running
 
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import apply
-from headrace.gateway.serve import ListenError, check_listening
+from headrace.gateway.serve import ListenError, bind, check_listening
 from headrace.gateway.tokens import create_token, list_tokens, revoke_token
 
 
@@ -51,3 +53,16 @@ async def test_a_body_beyond_the_limit_is_413_and_not_read(kafka: str, topic_pre
         found_out = await http.post("/v1/preview/training-jobs", content=pieces())
     assert (said.status_code, found_out.status_code) == (413, 413)
     assert "max_body_bytes" in said.json()["detail"]
+
+
+async def test_answers_leave_at_once(settings: Settings) -> None:
+    listener = bind(settings)
+    loop = asyncio.get_running_loop()
+    connected: asyncio.Future[asyncio.StreamWriter] = loop.create_future()
+    server = await asyncio.start_server(lambda _reader, writer: connected.set_result(writer), sock=listener)
+    async with server:
+        _reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+        accepted = (await connected).get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+        (await connected).close()
