@@ -67,11 +67,12 @@ class LaneDouble:
         document = view.document.model_copy(update={"state": state, "updated_at": utc_now(), **ended, **changes})
         await self._write(sealed(document, topic=self._topics.jobs, key=job_id))
 
-    async def train(self, job_id: str, **changes: object) -> WeightsRef:
-        """Commit a job's step."""
+    async def train(self, job_id: str, identity: str | None = None, **changes: object) -> WeightsRef:
+        """Commit a job's step; with an identity it has written a snapshot."""
         tables = await self._gate.view.fresh()
         view = tables.job(job_id)
         assert view is not None
+        assert view.document is not None
         model = tables.model(view.model_id)
         assert model is not None
         assert model.state is not None
@@ -99,6 +100,8 @@ class LaneDouble:
             grad_norm=0.1,
             metrics={"loss": 0.5},
             weights=weights,
+            options=view.document.options,
+            hot_load_identity=identity,
             fingerprint=FINGERPRINT,
         )
         state = model.state.model_copy(update={"policy_version": step, "weights": weights, "updated_at": utc_now()})
@@ -106,7 +109,15 @@ class LaneDouble:
             sealed(record, topic=self._topics.steps, key=view.model_id, partition=lane),
             sealed(state, topic=self._topics.models, key=view.model_id, partition=lane),
         )
-        await self.move(job_id, JobState.COMPLETED, step=step, metrics={"loss": 0.5}, accelerator_seconds={"CPU": 1.5}, **changes)
+        await self.move(
+            job_id,
+            JobState.COMPLETED,
+            step=step,
+            metrics={"loss": 0.5},
+            accelerator_seconds={"CPU": 1.5},
+            hot_load_identity=identity,
+            **changes,
+        )
         return weights
 
     async def _write(self, *records: Sealed) -> None:

@@ -62,6 +62,8 @@ class StepEntry:
     updates: int
     cut: str
     attempt: str
+    hot_load_deployment: str | None
+    hot_load_identity: str | None
     refusals: dict[RejectionReason, int]
     trajectory_refusals: dict[RejectionReason, int]
 
@@ -214,6 +216,8 @@ def _step(tables: Tables, record: ConsumerRecord) -> None:
             updates=step.updates,
             cut=step.cut,
             attempt=step.attempt,
+            hot_load_deployment=step.options.hot_load_deployment,
+            hot_load_identity=step.hot_load_identity,
             refusals=step.refusals,
             trajectory_refusals=step.trajectory_refusals,
         )

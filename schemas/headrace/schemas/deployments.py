@@ -1,8 +1,8 @@
 """What gateways keep of deployments: that one is wanted, and what its engines are asked to load. In the compacted topic `gateway`.
 
 Guarantees: a request to load names the weights themselves (a version with its digest), so an engine needs nothing else to follow it. Of all
-that a deployment's engines are asked for, by these records and by `WeightsPublished.rollout_deployments`, what was said last counts. Gives
-up: deployments of one id in two accounts: their engines are the same.
+that a deployment's engines are asked for of one model, by these records and by `WeightsPublished.rollout_deployments`, the latest version
+counts: an engine does not go back. Gives up: deployments of one id in two accounts: their engines are the same.
 """
 
 from datetime import datetime
@@ -42,6 +42,9 @@ class LoadRequest(Record):
 
 class DeployedModel(LoadRequest):
     """A model by name on a deployment. Key `deployed-model/<account>/<id>`."""
+
+    removed_at: datetime | None = None
+    """Engines are no longer asked to have it."""
 
     id: str
     model: str

@@ -1,0 +1,198 @@
+"""Hot load: a client asks a deployment's engines to take a snapshot, and watches each of them until they have.
+
+Guarantees: an engine counts as having a snapshot when it said so itself; until then its former one is shown, and what it is asked for as
+the target. Gives up: deltas (every load is of the whole snapshot, whatever the metadata says), telling a download from the loading after
+it, and prompt caches: none outlives a version here, so that `reset_prompt_cache` is kept and has nothing to do.
+"""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Header
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.gateway.access import KnownCaller
+from headrace.gateway.gate import OpenGate
+from headrace.gateway.log_writer import sealed
+from headrace.gateway.problems import ProblemError
+from headrace.gateway.rlor.dataset_facts import FAILED_PRECONDITION
+from headrace.gateway.rlor.deployment_facts import Deployment, LoadTarget, Replica, find_deployment, load_target, replicas_of
+from headrace.gateway.rlor.names import PROJECT
+from headrace.gateway.rlor.snapshots import find_snapshot, identity_of
+from headrace.gateway.rlor.wire import Empty
+from headrace.gateway.tables import Tables
+from headrace.schemas.deployments import HotLoad, PromptCacheReset, hot_load_key
+from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
+
+router = APIRouter(tags=["RLOR: hot load"])
+
+_PATHS = ("/hot_load/v1/models/hot_load", "/v1/models/hot_load")
+DeploymentHeader = Annotated[str, Header(alias="fireworks-deployment")]
+
+
+class _Strict(BaseModel):
+    """This part of the API has snake_case only, and refuses what it does not know."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class DeltaMetadata(_Strict):
+    """What a delta is against."""
+
+    previous_snapshot_identity: str
+    compression_format: Literal["arc_v1", "arc_v2", "arc_v3", "xor_one_to_one_zlib", "xor_one_to_one_zstd"] = "arc_v2"
+    checksum_format: Literal["alder32", "adler32"] = "alder32"
+
+
+class Validation(_Strict):
+    """How strictly configs are compared."""
+
+    extra_fields_ignore: list[str] = Field(default_factory=list)
+
+
+class HotLoadRequest(_Strict):
+    """Body of a load."""
+
+    identity: str = Field(min_length=1, max_length=255, pattern=r"^[^/]+$")
+    incremental_snapshot_metadata: DeltaMetadata | None = None
+    reset_prompt_cache: bool | PromptCacheReset = True
+    validation: Validation | None = None
+
+
+class LoadingState(BaseModel):
+    """What an engine is at."""
+
+    stage: Literal["idle", "loading", "completed", "error"]
+    target_snapshot_identity: str | None = None
+
+
+class LoadedAdapter(BaseModel):
+    """An adapter that an engine has, or should have."""
+
+    identity: str
+    status: Literal["loaded", "loading", "failed"]
+
+
+class ReplicaStatus(BaseModel):
+    """One engine."""
+
+    replica: str
+    """Ours: the engine's name."""
+    current_snapshot_identity: str
+    readiness: bool
+    loading_state: LoadingState
+    loaded_adapters: list[LoadedAdapter]
+    error: str | None = None
+    """Ours: why it could not take its target."""
+    supports_rdma_weight_sync: bool = False
+    rdma_weight_sync_enabled: bool = False
+
+
+class HotLoadStatus(BaseModel):
+    """All engines of a deployment; none: they are still starting."""
+
+    replicas: list[ReplicaStatus]
+
+
+async def hot_load(body: HotLoadRequest, caller: KnownCaller, gate: OpenGate, fireworks_deployment: DeploymentHeader = "") -> Empty:
+    """Ask the deployment's engines to take a snapshot. The header `fireworks-deployment` says which deployment."""
+    tables = await gate.view.fresh()
+    deployment = _deployment(tables, caller, fireworks_deployment)
+    if not deployment.fields.enable_hot_load:
+        raise ProblemError(400, f"{deployment.name} was not made with enableHotLoad", code=FAILED_PRECONDITION)
+    version = find_snapshot(tables, deployment, body.identity)
+    if version is None:
+        raise ProblemError(
+            404,
+            f"{deployment.name} has no snapshot {body.identity!r}: each committed step of a job with "
+            f"hotLoadDeploymentId={deployment.fact.id}, or of its hotLoadTrainerJob, writes one",
+        )
+    if version.base_model != deployment.fact.base_model:
+        raise ProblemError(400, f"snapshot {body.identity!r} is of base model {version.base_model}, not {deployment.fact.base_model}")
+    if (later := _later(tables, deployment, version)) is not None:
+        raise ProblemError(
+            409,
+            f"snapshot {body.identity!r} is version {version.policy_version}, {deployment.name} is at {later}: an engine does not go back",
+        )
+    asked = body.reset_prompt_cache
+    reset: PromptCacheReset = ("all" if asked else "none") if isinstance(asked, bool) else asked
+    fact = HotLoad(
+        account=caller.account, deployment=deployment.fact.id, published=version, identity=body.identity, reset_prompt_cache=reset
+    )
+    key = hot_load_key(caller.account, deployment.fact.id)
+    record = sealed(fact, topic=gate.settings.topic_names.gateway, key=key)
+    await gate.writer.commit([record], is_in=lambda: gate.view.tables.facts.get(key) == fact)
+    return Empty()
+
+
+async def hot_load_status(caller: KnownCaller, gate: OpenGate, fireworks_deployment: DeploymentHeader = "") -> HotLoadStatus:
+    """What each of the deployment's engines serves, and what it is asked to serve."""
+    tables = await gate.view.fresh()
+    deployment = _deployment(tables, caller, fireworks_deployment)
+    target = load_target(tables, deployment)
+    return HotLoadStatus(replicas=[_status(tables, replica, target) for replica in replicas_of(tables, deployment.fact.id)])
+
+
+async def hot_load_hint(caller: KnownCaller, gate: OpenGate, fireworks_deployment: DeploymentHeader = "") -> Empty:
+    """Hints at files that will be needed are taken, and of no use: engines fetch a snapshot as a whole."""
+    _deployment(await gate.view.fresh(), caller, fireworks_deployment)
+    return Empty()
+
+
+for _path in _PATHS:
+    _main = _path == _PATHS[0]
+    router.add_api_route(_path, hot_load, methods=["POST"], include_in_schema=_main)
+    router.add_api_route(_path, hot_load_status, methods=["GET"], response_model_exclude_none=True, include_in_schema=_main)
+    router.add_api_route(f"{_path}/hint", hot_load_hint, methods=["POST"], include_in_schema=_main)
+
+
+def _deployment(tables: Tables, caller: KnownCaller, name: str) -> Deployment:
+    parts = name.split("/")
+    if len(parts) != 4 or parts[0] != "accounts" or parts[2] != "deployments":
+        raise ProblemError(400, f"header fireworks-deployment: {name[:200]!r}: accounts/<account>/deployments/<id> is needed")
+    if not caller.sees(parts[1], PROJECT):
+        raise ProblemError(404, f"{name[:300]} does not exist, or belongs to another account")
+    return find_deployment(tables, parts[1], parts[3])
+
+
+def _later(tables: Tables, deployment: Deployment, version: WeightsPublished) -> int | None:
+    """A later version of the same model that an engine serves, or was asked to."""
+    known: list[WeightsApplied | WeightsPublished] = [
+        ack for replica in replicas_of(tables, deployment.fact.id) for ack in replica.acks if isinstance(ack, WeightsApplied)
+    ]
+    if (target := load_target(tables, deployment)) is not None:
+        known.append(target.version)
+    of_it = (one.policy_version for one in known if (one.model_id, one.incarnation) == (version.model_id, version.incarnation))
+    return max((number for number in of_it if number > version.policy_version), default=None)
+
+
+def _status(tables: Tables, replica: Replica, target: LoadTarget | None) -> ReplicaStatus:
+    serving = replica.serving
+    current = "" if serving is None else identity_of(tables, serving)
+    adapters = [
+        LoadedAdapter(identity=identity, status="loaded" if isinstance(ack, WeightsApplied) else "failed")
+        for ack in replica.acks
+        if (identity := identity_of(tables, ack))
+    ]
+    state, error = LoadingState(stage="idle"), None
+    if target is not None:
+        wanted = target.identity or identity_of(tables, target.version)
+        ack = replica.ack_of(target.version)
+        if isinstance(ack, WeightsApplied):
+            is_later = ack.policy_version > target.version.policy_version
+            state, current = (
+                LoadingState(stage="completed", target_snapshot_identity=wanted),
+                identity_of(tables, ack) if is_later else wanted,
+            )
+        elif isinstance(ack, WeightsFailed):
+            state, error = LoadingState(stage="error", target_snapshot_identity=wanted), ack.error
+        else:
+            state = LoadingState(stage="loading", target_snapshot_identity=wanted)
+            adapters.append(LoadedAdapter(identity=wanted, status="loading"))
+    return ReplicaStatus(
+        replica=replica.engine,
+        current_snapshot_identity=current,
+        readiness=serving is not None,
+        loading_state=state,
+        loaded_adapters=adapters,
+        error=error,
+    )
