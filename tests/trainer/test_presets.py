@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from headrace.core.presets import DAPO, GRPO, GSPO, MethodNotBuiltError, PresetError, preset, text_config
+from headrace.core.presets import DAPO, GRPO, GSPO, MethodNotBuiltError, PresetError, preset
 from headrace.trainer.loss import LossTokens, policy_loss
 from headrace.trainer.options import AdvantageOptions, LossOptions, resolve
 
@@ -95,13 +95,3 @@ def test_gspo_clips_the_geometric_mean_of_a_sequence():
     first = min(ratios[0], max(ratios[0], 0.9997))  # A = 1: below the clip, not clipped
     second = -max(ratios[1], min(max(ratios[1], 0.9997), 1.0004))  # A = -1: inside
     assert loss_of("GSPO", [1 / 4] * 4) == pytest.approx(-(first + second) / 2, abs=1e-9)
-
-
-def test_of_text_the_ratio_is_to_the_learner_before_the_step_however_many_updates_there_are():
-    one, several = text_config("gspo_token"), text_config("grpo", 0.01, learning_rate=1e-5, rows_per_update=2)
-    assert resolve(one).allow_training_without_logprobs
-    assert (resolve(one).rows_per_update, resolve(one).loss.recompute_old) == (None, False)
-    assert (resolve(several).rows_per_update, resolve(several).loss.recompute_old) == (2, True)
-    assert (several.learning_rate, several.kl_loss_coef) == (1e-5, 0.01)
-    with pytest.raises(PresetError, match="kl_beta must be 0 or unset for method DAPO"):
-        text_config("DAPO", 0.1)

@@ -6,9 +6,8 @@
 | DAPO (arXiv 2503.14476) | PPO, ratio per token | [0.8, 1.28] | none | token mean |
 | GSPO (arXiv 2507.18071) | PPO, ratio per sequence | [1 - 0.0003, 1 + 0.0004] | none | sequence mean of token means |
 
-None rescales advantages over the batch. `text_config` is a method for datasets of text, as the RLOR API brings them. Guarantees: a preset
-is a plain `TrainConfig`, so any option may be set over it, and no other module knows methods. Gives up: DAPO's dynamic sampling and
-over-long shaping, as the hosted service does; DPO and ORPO.
+None rescales advantages over the batch. Guarantees: a preset is a plain `TrainConfig`, so any option may be set over it, and no other
+module knows methods. Gives up: DAPO's dynamic sampling and over-long shaping, as the hosted service does; DPO and ORPO.
 """
 
 import math
@@ -66,30 +65,3 @@ def preset(name: str, kl_beta: float | None = None) -> TrainConfig:
     if config.kl_loss_coef is None:
         raise PresetError(f"loss_config.kl_beta must be 0 or unset for method {method}, which has no KL term; it is {kl_beta}")
     return config.model_copy(update={"kl_loss_coef": kl_beta})
-
-
-def text_config(
-    name: str, kl_beta: float | None = None, *, learning_rate: float | None = None, rows_per_update: int | None = None
-) -> TrainConfig:
-    """The config of a method for groups of text without log-probabilities, which the RLOR API's datasets are.
-
-    The ratio is then to the learner before the step. With one update a step it is 1 there, whoever computes it; with several the learner's
-    log-probabilities are computed before the first (`precalculate_logprobs`), since a missing one would make the ratio 1 in all of them.
-
-    Args:
-        name: As `preset` takes it.
-        kl_beta: As `preset` takes it.
-        learning_rate: Null: the trainer's default.
-        rows_per_update: `grad_accumulation_sequences`; null: one update a step.
-
-    Raises:
-        PresetError: as `preset`.
-    """
-    return preset(name, kl_beta).model_copy(
-        update={
-            "learning_rate": learning_rate,
-            "allow_training_without_logprobs": True,
-            "grad_accumulation_sequences": rows_per_update,
-            "precalculate_logprobs": True if rows_per_update is not None else None,
-        }
-    )
