@@ -183,7 +183,7 @@ async def test_datasets_are_listed_by_name_page_by_page(gateway: httpx.AsyncClie
 
 
 async def test_what_is_not_built_says_so_and_other_accounts_are_not_there(gateway: httpx.AsyncClient):
-    for url in ("gs://b/x", "s3://b/x"):
+    for url in ("gs://b/x", "https://b/x"):
         refused = await create(gateway, "d", externalUrl=url)
         assert (refused.status_code, refused.json()["code"], refused.headers["x-should-retry"]) == (501, 12, "false")
     assert (await gateway.get("/v1/accounts/other/datasets")).status_code == 404

@@ -1,5 +1,6 @@
 """Filter expressions, pure."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -91,10 +92,8 @@ def test_what_is_not_understood_is_named_with_its_place(expression: str, said: s
 
 @given(st.text(alphabet="ab_. =\"'\\()<>!-*0128sTZ:ANDORNOTstate", max_size=60))
 def test_any_text_is_a_filter_or_is_refused(expression: str):
-    try:
-        parse_filter(expression, lambda text: path_of(RlorTrainerJob, text))(JOB)
-    except FilterError as error:
-        assert str(error)
+    with contextlib.suppress(FilterError):
+        holds(expression)
 
 
 @given(st.text(min_size=1, max_size=30).filter(lambda text: "*" not in text))

@@ -47,6 +47,7 @@ async def lane(settings: Settings) -> AsyncIterator[LaneDouble]:
 
 async def commands_of(settings: Settings) -> list[Command]:
     records = await read_to_end(client_options(settings.kafka, "test"), settings.topic_names.commands)
+    records.sort(key=lambda record: record.timestamp)  # the order of one partition stays
     found = [open_record(record.value, header_text(record.headers), COMMANDS) for record in records]
     return [command for command in found if isinstance(command, Command)]
 
@@ -65,7 +66,7 @@ async def fact_of(settings: Settings, job_id: str) -> RlorJob:
 async def submitted(settings: Settings) -> tuple[list[TrajectoryGroup], list[TrainingJob]]:
     options = client_options(settings.kafka, "test")
     groups, jobs = [], []
-    for record in await read_to_end(options, settings.topic_names.trajectory_groups):
+    for record in sorted(await read_to_end(options, settings.topic_names.trajectory_groups), key=lambda record: record.timestamp):
         headers = header_text(record.headers)
         if headers["ce_type"] == "headrace.training-job.v1":
             job = open_record(record.value, headers, (TrainingJob,))

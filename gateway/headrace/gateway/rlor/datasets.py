@@ -19,6 +19,7 @@ from headrace.gateway.rlor.dataset_uploads import add_file, body_file, complete,
 from headrace.gateway.rlor.lists import Asked, listed
 from headrace.gateway.rlor.masks import ReadMask, answered
 from headrace.gateway.rlor.names import OwnAccount, check_id
+from headrace.gateway.rlor.s3_datasets import check_url
 from headrace.gateway.rlor.signed_uploads import SignedUpload, check_upload, upload_url
 from headrace.gateway.rlor.wire import Empty, Int64, Status, Timestamp, Wire
 from headrace.schemas.base import utc_now
@@ -107,9 +108,7 @@ async def create_dataset(account: str, body: CreateDataset, caller: OwnAccount, 
     if body.source_dataset_id:
         raise ProblemError(501, "sourceDatasetId: datasets are not made from others here: upload the file again")
     if asked.external_url:
-        raise ProblemError(
-            501, f"dataset.externalUrl: {asked.external_url.partition('://')[0]}:// is not read here: upload the files instead"
-        )
+        check_url(asked.external_url)
     tables = await gate.view.fresh()
     if dataset_key(account, dataset) in tables.facts:
         raise ProblemError(409, f"accounts/{account}/datasets/{dataset} exists: delete it first, or take another datasetId")
@@ -121,6 +120,8 @@ async def create_dataset(account: str, body: CreateDataset, caller: OwnAccount, 
         display_name=asked.display_name,
         format=None if asked.format == "FORMAT_UNSPECIFIED" else asked.format,
         declared_examples=asked.example_count,
+        external_url=asked.external_url or None,
+        state="READY" if asked.external_url else "UPLOADING",
     )
     await write_fact(gate, fact)
     return _shown(Dataset(fact, []))
@@ -215,7 +216,7 @@ async def delete_dataset(account: str, dataset: str, caller: OwnAccount, gate: O
 
 def _shown(dataset: Dataset) -> DatasetObject:
     fact = dataset.fact
-    count = fact.declared_examples if fact.state == "UPLOADING" and not dataset.files else dataset.examples
+    count = dataset.examples if dataset.files or (fact.state == "READY" and not fact.external_url) else fact.declared_examples
     said = fact.format or next((file.format for file in dataset.files), None)
     return DatasetObject(
         name=dataset.name,
@@ -227,5 +228,6 @@ def _shown(dataset: Dataset) -> DatasetObject:
         status=Status() if fact.fault is None else Status(code="INVALID_ARGUMENT", message=fact.fault),
         format=said or "FORMAT_UNSPECIFIED",
         example_count=count,
-        user_uploaded=UserUploaded(),
+        external_url=fact.external_url,
+        user_uploaded=None if fact.external_url else UserUploaded(),
     )

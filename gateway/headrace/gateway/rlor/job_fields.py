@@ -200,7 +200,6 @@ WITHOUT_EFFECT = (
     "training_config.accelerator_count",
     "training_config.base_model_weight_precision",
     "training_config.is_intermediate",
-    "aws_s3_config",
     "trainer_replica_count",
     "use_reservation",
     "reservation_target",

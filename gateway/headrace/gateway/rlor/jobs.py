@@ -18,12 +18,14 @@ from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.log_writer import Sealed, sealed
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.bodies import object_of, read_as
+from headrace.gateway.rlor.deployment_facts import check_own_bucket
 from headrace.gateway.rlor.job_facts import KIND, Job, changing, find_job, jobs_of
 from headrace.gateway.rlor.job_fields import JobFields, without_effect
 from headrace.gateway.rlor.job_rules import base_model_name, check, filled, model_settings
 from headrace.gateway.rlor.lists import Asked, listed
 from headrace.gateway.rlor.masks import ReadMask, answered
 from headrace.gateway.rlor.names import PROJECT, OwnAccount, id_in, rlor_model_id
+from headrace.gateway.rlor.s3_datasets import S3_SECRET, credentials
 from headrace.gateway.rlor.shown_job import RlorTrainerJob, shown
 from headrace.gateway.rlor.steps import output_model, prepare, write_job
 from headrace.gateway.rlor.tracking import can_track
@@ -45,7 +47,7 @@ _BODY = {
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/RlorTrainerJob"}}},
     }
 }
-_SECRETS = (("wandb_config", "api_key", "wandbConfig.apiKey"), ("aws_s3_config", "credentials_secret", "awsS3Config.credentialsSecret"))
+_SECRETS = (("wandb_config", "api_key", "wandbConfig.apiKey"), ("aws_s3_config", "credentials_secret", S3_SECRET))
 
 
 class Listing(Wire):
@@ -74,10 +76,13 @@ async def create_job(
         raise ProblemError(501, "trainingShape: there are no shapes here: say baseModel, loraRank and maxContextLength")
     fields = _of_this_account(account, _with_deployment(read_as(JobFields, raw), deployment_id))
     check(fields)
+    if fields.aws_s3_config is not None and (secret := fields.aws_s3_config.credentials_secret):
+        credentials(secret, gate.settings.s3)
     if job_id and not _JOB_ID.match(job_id):
         raise ProblemError(400, f"rlorTrainerJobId: {job_id[:80]!r}: 1 to 127 letters, digits, dots, dashes and underscores are possible")
     repeated = request.headers.get("x-stainless-retry-count", "0") not in {"", "0"}
     async with changing(gate, account, job_id) as tables:
+        check_own_bucket(tables, account, fields.hot_load_deployment_id)
         known = _known(tables, account, job_id)
         fact = _fact(gate, tables, caller, fields, job_id=job_id or str(uuid.uuid4()), idle=_idle(raw, fields))
         if (same := _repeated(tables, fact, known, named=bool(job_id)) if repeated else None) is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from headrace.core.group_sets import store_groups
 from headrace.core.payloads import PayloadTooLargeError
-from headrace.core.settings import Settings
+from headrace.core.settings import S3Settings, Settings
 from headrace.core.store import DigestMismatchError, ObjectNotFoundError, ObjectStore
 from headrace.gateway.job_records import group_record
 from headrace.gateway.log_writer import Sealed
@@ -21,6 +21,7 @@ from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.dataset_facts import Dataset
 from headrace.gateway.rlor.dataset_files import lines_of
 from headrace.gateway.rlor.reward_lines import LineError, RewardLines
+from headrace.gateway.rlor.s3_datasets import s3_lines
 from headrace.producers.errors import InvalidGroupError
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import GroupSet
@@ -36,11 +37,24 @@ _MOST_CARVED = 50
 class StepData:
     """What a step trains and is evaluated on."""
 
+    store: ObjectStore
+    """Of datasets that were uploaded, and of claims."""
     dataset: Dataset
     weights: dict[str, float]
     """Of metrics, in the reward."""
     evaluation: Dataset | None = None
     carve_out: bool = False
+    access: S3Settings | None = None
+    """To datasets that lie in S3."""
+
+    def lines(self, dataset: Dataset) -> Iterator[bytes]:
+        """A dataset's lines, without empty ones."""
+        url = dataset.fact.external_url
+        if url is None:
+            return lines_of(self.store, dataset.files)
+        if self.access is None:
+            raise ProblemError(400, f"{dataset.name} lies in {url}: give awsS3Config.credentialsSecret with the job", code=9)
+        return s3_lines(url, self.access)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +69,11 @@ class Staged:
     """Bytes of the lines that train."""
 
 
-def stage(settings: Settings, store: ObjectStore, data: StepData, *, model_id: str, lane: int, training_jobs: Sequence[str]) -> Staged:
+def stage(settings: Settings, data: StepData, *, model_id: str, lane: int, training_jobs: Sequence[str]) -> Staged:
     """Stage a step.
 
     Args:
         settings: Limits.
-        store: Of datasets and claims.
         data: Which.
         model_id: That is trained.
         lane: Its.
@@ -71,10 +84,8 @@ def stage(settings: Settings, store: ObjectStore, data: StepData, *, model_id: s
         StoreError: the store.
     """
     try:
-        evaluation, carved = _evaluation(store, data)
-        return _staged(
-            settings, store, data, evaluation=evaluation, carved=carved, model_id=model_id, lane=lane, training_jobs=training_jobs
-        )
+        evaluation, carved = _evaluation(data)
+        return _staged(settings, data, evaluation=evaluation, carved=carved, model_id=model_id, lane=lane, training_jobs=training_jobs)
     except (LineError, PayloadTooLargeError, InvalidGroupError, CodecError) as error:
         raise ProblemError(400, f"{error}") from None
     except (ObjectNotFoundError, DigestMismatchError) as error:
@@ -83,7 +94,6 @@ def stage(settings: Settings, store: ObjectStore, data: StepData, *, model_id: s
 
 def _staged(
     settings: Settings,
-    store: ObjectStore,
     data: StepData,
     *,
     evaluation: GroupSet | None,
@@ -96,7 +106,7 @@ def _staged(
     ids: list[list[str]] = [[] for _ in training_jobs]
     limit = settings.producer.inline_limit_bytes
     inline, size, count = 0, 0, 0
-    for line, group in _groups(store, data.dataset, data.weights):
+    for line, group in _groups(data, data.dataset):
         if _digest(line) in carved:
             continue
         size, count = size + len(line), count + 1
@@ -113,7 +123,7 @@ def _staged(
                 topics=settings.topic_names,
                 model_id=model_id,
                 lane=lane,
-                store=store,
+                store=data.store,
                 encoding="json",  # there are no tokens in it, which the other form is for
                 inline_limit=limit if inline + len(line) < _INLINE_BYTES else 0,
             )
@@ -125,26 +135,26 @@ def _staged(
     return Staged(groups=tuple(map(tuple, records)), group_ids=tuple(map(tuple, ids)), evaluation=evaluation, size=size)
 
 
-def _evaluation(store: ObjectStore, data: StepData) -> tuple[GroupSet | None, frozenset[bytes]]:
+def _evaluation(data: StepData) -> tuple[GroupSet | None, frozenset[bytes]]:
     """The set that the step is evaluated on, and the digests of lines that were carved out for it."""
     if data.evaluation is not None:
-        return store_groups(store, _named(_groups(store, data.evaluation, data.weights))), frozenset()
+        return store_groups(data.store, _named(_groups(data, data.evaluation))), frozenset()
     if not data.carve_out:
         return None, frozenset()
-    digests = [_digest(line) for line in lines_of(store, data.dataset.files)]
+    digests = [_digest(line) for line in data.lines(data.dataset)]
     carved = [digest for digest in dict.fromkeys(digests) if int.from_bytes(digest[:8]) % _CARVED_OF == 0][:_MOST_CARVED]
     while carved and len(carved) >= len(set(digests)):
         carved.pop()  # something is left to train on
     chosen = frozenset(carved)
     if not chosen:
         return None, chosen
-    groups = ((line, group) for line, group in _groups(store, data.dataset, data.weights) if _digest(line) in chosen)
-    return store_groups(store, _named(groups)), chosen
+    groups = ((line, group) for line, group in _groups(data, data.dataset) if _digest(line) in chosen)
+    return store_groups(data.store, _named(groups)), chosen
 
 
-def _groups(store: ObjectStore, dataset: Dataset, weights: dict[str, float]) -> Iterator[tuple[bytes, TrajectoryGroup]]:
-    reader = RewardLines(dataset.name, weights)
-    for line in lines_of(store, dataset.files):
+def _groups(data: StepData, dataset: Dataset) -> Iterator[tuple[bytes, TrajectoryGroup]]:
+    reader = RewardLines(dataset.name, data.weights)
+    for line in data.lines(dataset):
         yield line, reader.read(line)
 
 

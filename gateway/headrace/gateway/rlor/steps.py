@@ -13,16 +13,20 @@ from dataclasses import dataclass
 import orjson
 
 from headrace.core.lanes import lane_of
+from headrace.core.settings import S3Settings
 from headrace.gateway.gate import Gate
 from headrace.gateway.job_records import job_records
 from headrace.gateway.log_writer import Sealed, sealed
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.dataset_facts import ready_dataset
+from headrace.gateway.rlor.deployment_facts import snapshot_folder
 from headrace.gateway.rlor.job_facts import FAILED_PRECONDITION, find_job
 from headrace.gateway.rlor.job_fields import JobFields
 from headrace.gateway.rlor.job_rules import reward_weights, step_config
 from headrace.gateway.rlor.names import check_id, id_in, name_of
+from headrace.gateway.rlor.s3_datasets import S3_SECRET, credentials
 from headrace.gateway.rlor.staging import StepData, stage
+from headrace.gateway.secret_box import SecretBox, SecretBoxError
 from headrace.gateway.tables import Tables
 from headrace.schemas.gateway import GatewayJob
 from headrace.schemas.jobs import TrainingJob
@@ -71,6 +75,8 @@ async def prepare(gate: Gate, tables: Tables, fact: RlorJob, fields: JobFields, 
     """
     account = fact.account
     data = StepData(
+        store=gate.store,
+        access=_access(gate, fact),
         dataset=ready_dataset(tables, account, dataset, "dataset"),
         weights=reward_weights(fields.reward_weights),
         evaluation=ready_dataset(tables, account, fields.evaluation_dataset, "evaluationDataset") if fields.evaluation_dataset else None,
@@ -86,10 +92,11 @@ async def prepare(gate: Gate, tables: Tables, fact: RlorJob, fields: JobFields, 
         for epoch in range(fields.training_config.epochs)
     ]
     lane = lane_of(fact.model_id, gate.view.lanes)
-    staged = await asyncio.to_thread(stage, gate.settings, gate.store, data, model_id=fact.model_id, lane=lane, training_jobs=ids)
+    staged = await asyncio.to_thread(stage, gate.settings, data, model_id=fact.model_id, lane=lane, training_jobs=ids)
     config = step_config(fields, staged.size)
     if reference is not None:
         config = config.model_copy(update={"kl_ref_logprobs": reference})
+    snapshots = snapshot_folder(tables, account, fact.id, fields.hot_load_deployment_id)
     content = hashlib.sha256(orjson.dumps([data.dataset.fact.incarnation, output])).hexdigest()
     records: list[Sealed] = []
     topics = gate.settings.topic_names
@@ -102,7 +109,7 @@ async def prepare(gate: Gate, tables: Tables, fact: RlorJob, fields: JobFields, 
             evaluation=staged.evaluation,
             forward_only=fields.forward_only,
             rollout_deployments=(fields.rollout_deployment_name,) if fields.rollout_deployment_name and is_last else (),
-            hot_load_deployment=(fields.hot_load_deployment_id or None) if is_last else None,
+            hot_load_deployment=snapshots if is_last else None,
             node_count=fields.node_count,
         )
         about = GatewayJob(job_id=job_id, model_id=fact.model_id, account=account, owner=owner, api="rlor", content=content)
@@ -140,6 +147,17 @@ async def write_job(gate: Gate, fact: RlorJob, records: Sequence[Sealed] = ()) -
     key = rlor_job_key(fact.account, fact.id)
     own = sealed(fact, topic=gate.settings.topic_names.gateway, key=key)
     await gate.writer.commit([*records, own], is_in=lambda: gate.view.tables.facts.get(key) == fact)
+
+
+def _access(gate: Gate, fact: RlorJob) -> S3Settings | None:
+    """To datasets in S3, with the job's credentials."""
+    sealed_secret = fact.secrets.get(S3_SECRET)
+    if sealed_secret is None:
+        return None
+    try:
+        return credentials(SecretBox(gate.settings.gateway.secrets_key).open(S3_SECRET, sealed_secret), gate.settings.s3)
+    except SecretBoxError as error:
+        raise ProblemError(400, str(error), code=FAILED_PRECONDITION) from None
 
 
 def _reference(tables: Tables, account: str, fields: JobFields) -> str | None:

@@ -1,0 +1,226 @@
+"""The real `fireworks-ai` client against a gateway: run by `test_fireworks.py` in an environment of its own, with the address and a key.
+
+Prints a line for each thing that held, and ends with status 1 at the first that did not. Not a word of the client is changed; it validates
+every answer strictly.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fireworks
+from fireworks import Fireworks
+
+ADDRESS, KEY, ACCOUNT, BASE_MODEL = sys.argv[1:5]
+STEPS = 3
+PROMPTS = ("a b c", "d e f", "g h", "i j k")
+ANSWERS = ("a b c d", "x y", "k l", "m n o p")
+
+Found = TypeVar("Found")
+
+
+def held(what: str) -> None:
+    print(f"held: {what}", flush=True)
+
+
+def client(**more: Any) -> Fireworks:
+    return Fireworks(api_key=KEY, account_id=ACCOUNT, base_url=ADDRESS, _strict_response_validation=True, **more)
+
+
+def name(kind: str, of: str) -> str:
+    return f"accounts/{ACCOUNT}/{kind}/{of}"
+
+
+def until(what: str, look: Callable[[], Found], enough: Callable[[Found], bool], seconds: float = 120) -> Found:
+    """Ask again until it is so, as every client of a job does."""
+    ends = time.monotonic() + seconds
+    while not enough(found := look()):
+        assert time.monotonic() < ends, f"{what}: not within {seconds} s: {found}"
+        time.sleep(0.2)
+    return found
+
+
+def refused(kind: type[Exception], ask: Callable[[], object], *said: str) -> None:
+    found: Exception | None = None
+    try:
+        ask()
+    except kind as error:
+        found = error
+    assert found is not None, f"nothing was raised, {kind.__name__} was expected"
+    assert all(text in str(found) for text in said), found
+
+
+def model_of(api: Fireworks, model: str) -> Any:
+    """The model; None while its step has not begun."""
+    try:
+        return api.models.get(model)
+    except fireworks.NotFoundError:
+        return None
+
+
+def rollouts(step: int) -> bytes:
+    """A dataset of one step: every prompt with its answers, of which one is worth something."""
+    lines = []
+    for prompt in PROMPTS:
+        samples = [
+            {
+                "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}],
+                "evals": {"score": float(n == step % len(ANSWERS))},
+            }
+            for n, answer in enumerate(ANSWERS)
+        ]
+        lines.append(json.dumps({"samples": samples}))
+    return ("\n".join(lines) + "\n").encode()
+
+
+def upload(api: Fireworks, dataset: str, content: bytes) -> None:
+    made = api.datasets.create(
+        dataset_id=dataset,
+        dataset={"display_name": dataset, "example_count": str(content.count(b"\n")), "format": "RL", "user_uploaded": {}},
+    )
+    assert (made.name, made.state) == (name("datasets", dataset), "UPLOADING"), made
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+        file.write(content)
+        file.flush()
+        api.datasets.upload(dataset, file=Path(file.name))
+    ready = until("the dataset", lambda: api.datasets.get(dataset), lambda found: found.state == "READY")
+    assert ready.example_count == str(content.count(b"\n")), ready
+
+
+def keeps_a_job_alive_over_steps(api: Fireworks) -> None:
+    steps = api.reinforcement_fine_tuning_steps
+    refused(fireworks.NotFoundError, lambda: steps.delete("keep"), "404")
+    made = steps.create(
+        rlor_trainer_job_id="keep",
+        display_name="kept alive",
+        keep_alive=True,
+        training_config={
+            "base_model": f"accounts/fireworks/models/{BASE_MODEL}",
+            "learning_rate": 1e-2,
+            "lora_rank": 8,
+            "max_context_length": 64,
+            "batch_size": 32768,
+        },
+        extra_body={"inactivityTimeout": "1800s", "useReservation": True},
+    )
+    assert made.name == name("rlorTrainerJobs", "keep"), made
+    assert made.state in {"JOB_STATE_PENDING", "JOB_STATE_RUNNING"}, made
+    refused(
+        fireworks.ConflictError,
+        lambda: steps.create(rlor_trainer_job_id="keep", keep_alive=True, training_config={"base_model": BASE_MODEL}),
+        "exists",
+    )
+    until("the job", lambda: steps.get("keep"), lambda job: job.state == "JOB_STATE_RUNNING")
+    held("a keep-alive job is created, and waits in RUNNING")
+
+    for step in range(STEPS):
+        dataset, model = f"rollouts-{step}", f"keep-{step}"
+        upload(api, dataset, rollouts(step))
+        refused(fireworks.NotFoundError, lambda model=model: api.models.get(model), "404")
+        steps.execute("keep", dataset=name("datasets", dataset), output_model=name("models", model))
+        ready = until("the model", lambda model=model: model_of(api, model), lambda found: found is not None and found.state == "READY")
+        assert ready is not None
+        assert ready.name == name("models", model), ready
+        assert ready.kind == "HF_PEFT_ADDON", ready
+        job = steps.get("keep")
+        assert job.state == "JOB_STATE_RUNNING", job
+        assert job.job_progress is not None
+        assert job.job_progress.percent == 100, job
+        api.datasets.delete(dataset)
+        refused(fireworks.NotFoundError, lambda dataset=dataset: api.datasets.get(dataset), "404")
+    assert job.accelerator_seconds, job
+    held(f"{STEPS} steps: upload, executeTrainStep, the model READY")
+    refused(
+        fireworks.ConflictError,
+        lambda: steps.execute("keep", dataset=name("datasets", "rollouts-0"), output_model=name("models", "keep-0")),
+        "exists",
+    )
+    refused(
+        fireworks.NotFoundError, lambda: steps.execute("keep", dataset="rollouts-0", output_model="keep-9"), "rollouts-0 does not exist"
+    )
+
+
+def asks_all_there_is_of_a_job(api: Fireworks) -> None:
+    steps = api.reinforcement_fine_tuning_steps
+    for n in range(3):
+        steps.create(rlor_trainer_job_id=f"list-{n}", keep_alive=True, training_config={"base_model": BASE_MODEL})
+    masked = steps.get("list-1", read_mask="name,state")
+    assert masked.name == name("rlorTrainerJobs", "list-1"), masked
+    assert masked.display_name is None, masked
+    found = [job.name for job in steps.list(page_size=2, filter='name="*list-*"', order_by="create_time desc", read_mask="*")]
+    assert found == [name("rlorTrainerJobs", f"list-{n}") for n in (2, 1, 0)], found
+    assert len([*steps.list(page_size=500)]) >= 4
+    held("get and list with mask, filter, order and pages")
+    steps.cancel("list-0", body={})
+    assert steps.get("list-0").state == "JOB_STATE_CANCELLED"
+    assert until("the job", lambda: steps.resume("list-0", body={}), lambda job: job.state == "JOB_STATE_RUNNING").name is not None
+    for n in range(3):
+        steps.delete(f"list-{n}")
+    assert [job.name for job in steps.list(filter='name="*list-*"')] == []
+    held("cancel, resume and delete")
+
+    def create(**more: Any) -> Callable[[], object]:
+        return lambda: steps.create(**more)
+
+    base = {"base_model": BASE_MODEL}
+    refused(fireworks.BadRequestError, create(), "exactly one says what to begin with")
+    refused(fireworks.BadRequestError, create(keep_alive=True, training_config={**base, "lora_rank": 5}), "loraRank")
+    loss: Any = {"method": "DAPO", "kl_beta": 0.1}
+    refused(fireworks.BadRequestError, create(keep_alive=True, training_config=base, loss_config=loss), "loss_config.kl_beta must be 0")
+    began = time.monotonic()
+    refused(fireworks.InternalServerError, create(service_mode=True, training_config={**base, "lora_rank": 0}), "501")
+    assert time.monotonic() - began < 5, "501 was tried again"
+    held("what is refused comes as the client's own errors, without retries")
+
+
+def runs_a_job_of_one_step_and_goes_on_from_it(api: Fireworks) -> None:
+    steps = api.reinforcement_fine_tuning_steps
+    upload(api, "shots", rollouts(0))
+    config: Any = {"base_model": BASE_MODEL, "output_model": "shot-1", "lora_rank": 8, "max_context_length": 64, "learning_rate": 1e-3}
+    steps.create(
+        rlor_trainer_job_id="shot-1",
+        dataset=name("datasets", "shots"),
+        evaluation_dataset=name("datasets", "shots"),
+        reward_weights=["score=1.0"],
+        loss_config={"method": "GRPO", "kl_beta": 0.001},
+        training_config=config,
+    )
+    done = until("the job", lambda: steps.get("shot-1"), lambda job: job.state not in {"JOB_STATE_PENDING", "JOB_STATE_RUNNING"})
+    assert (done.state, done.status and done.status.code) == ("JOB_STATE_COMPLETED", "OK"), done
+    assert done.completed_time is not None
+    assert api.models.get("shot-1").state == "READY"
+    held("a job of one step, evaluated, ends COMPLETED and its model is READY")
+    steps.create(
+        rlor_trainer_job_id="shot-2",
+        dataset=name("datasets", "shots"),
+        training_config={"warm_start_from": name("models", "shot-1"), "output_model": name("models", "shot-2")},
+    )
+    done = until("the job", lambda: steps.get("shot-2"), lambda job: job.state not in {"JOB_STATE_PENDING", "JOB_STATE_RUNNING"})
+    assert done.state == "JOB_STATE_COMPLETED", done
+    assert api.models.get("shot-2").state == "READY"
+    held("the next one goes on from it")
+
+
+def speaks_with_either_client(api: Fireworks) -> None:
+    wrong = Fireworks(api_key="nobody", account_id=ACCOUNT, base_url=ADDRESS, max_retries=0)
+    refused(fireworks.AuthenticationError, wrong.reinforcement_fine_tuning_steps.list, "401")
+    refused(fireworks.NotFoundError, lambda: api.reinforcement_fine_tuning_steps.list(account_id="other"), "404")
+    held("keys and accounts")
+
+
+def main() -> None:
+    api = client()
+    speaks_with_either_client(api)
+    keeps_a_job_alive_over_steps(api)
+    asks_all_there_is_of_a_job(api)
+    runs_a_job_of_one_step_and_goes_on_from_it(api)
+    api.reinforcement_fine_tuning_steps.delete("keep")
+    print("all held", flush=True)
+
+
+if __name__ == "__main__":
+    main()
