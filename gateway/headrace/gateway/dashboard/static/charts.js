@@ -58,7 +58,7 @@ export function timelineChart() {
       xTicks: timeTicks(...domain, width / 90), yTicks: ticks(...y, 4, true).filter((tick) => tick >= 0),
     });
     const items = versions.map((v) => ({ at: f.x(v.time), y: f.y(v.version), text: `version ${v.version}\ntrained ${moment(v.at)}` }));
-    f.svg.append(stepLine(f, versions, "curve stroke-0", domain[1]));
+    f.svg.append(stepLine(f, versions, "curve trained stroke-0", domain[1]));
     const legends = [["trained", 0]];
     const published = new Map(versions.map((v) => [v.version, v]));
     const engines = [...new Set(acks.map((ack) => ack.engine))];
