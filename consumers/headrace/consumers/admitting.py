@@ -24,8 +24,8 @@ from headrace.consumers.admission import (
     Refused,
     Unreadable,
 )
-from headrace.consumers.hosted_entries import decode_hosted
 from headrace.core.errors import HeadraceError
+from headrace.core.hosted_entries import decode_hosted
 from headrace.core.payloads import PayloadDigestError, PayloadMissingError, PayloadUnreadableError, redeem
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store

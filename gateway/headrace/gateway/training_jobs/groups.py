@@ -9,6 +9,7 @@ import json
 
 from pydantic import ValidationError
 
+from headrace.core.hosted_entries import decode_hosted
 from headrace.gateway.training_jobs.faults import Faults, parts_of
 from headrace.schemas.base import non_finite_paths
 from headrace.schemas.chat import Tool
@@ -35,7 +36,7 @@ def read_group(text: memoryview, loc: Loc, faults: Faults, *, version: int | Non
         The group; None if something is wrong with it.
     """
     try:
-        group = decode_group(text)
+        group = decode_hosted(bytes(text)) or decode_group(text)
     except CodecError as error:
         _collect(text, loc, faults)
         faults.add_codec(loc, error)  # the place counts once: as a rule it is there by now

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.consumers.hosted_entries import decode_hosted
+from headrace.core.hosted_entries import decode_hosted
 from headrace.schemas.codec import SampledGroup, decode_group
 from headrace.schemas.errors import CodecError
 

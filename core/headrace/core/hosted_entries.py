@@ -1,8 +1,9 @@
 """The token entries of the hosted APIs' JSON, read by columns instead of one object a token.
 
 A group of 8 × 2,000 tokens is 1.5 MB of `{"token":"token_id:5","bytes":[…],"logprob":-0.5,"top_logprobs":[]}`, and to parse that takes
-several times as long as all the rest of admission. Entries as servers write them differ in their digits only: their other bytes are
-compared eight at a time, their numbers are copied out into one plain list, and what remains of the group is small.
+several times as long as all the rest of admission, and ten times its size in memory. Entries as servers write them differ in their digits
+only: their other bytes are compared eight at a time, their numbers are copied out into one plain list, and what remains of the group is
+small.
 
 Guarantees: the group that `decode_group` gives, or None, where anything is not just so (other keys, white space, text tokens,
 alternatives, what is no JSON): then `decode_group` reads it, and says what is wrong. Gives up: token ids of more than 7 digits, entries at
