@@ -45,7 +45,7 @@ def address(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 
 @api.parametrize()
-@hypothesis.settings(max_examples=15, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), derandomize=True)
+@hypothesis.settings(max_examples=8, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), derandomize=True)
 @pytest.mark.timeout(300)
 def test_every_operation_answers_as_documented(case: schemathesis.Case, address: str) -> None:
     response = case.call(base_url=address, timeout=30)

@@ -23,8 +23,9 @@ async def test_a_model_is_there_when_the_answer_is_and_asking_again_finds_it(gat
     made = (await gateway.post(MODELS, json={"entity": None, **AGENT, "return_existing": True})).json()
     expected = {"entity": "default", "project": "tests", "name": "agent", "base_model": "tiny", "run_id": None}
     assert {key: made[key] for key in expected} == expected
-    again = await asyncio.gather(*(gateway.post(MODELS, json=AGENT) for _ in range(4)))
+    again = await asyncio.gather(*(gateway.post(MODELS, json={**AGENT, "return_existing": True}) for _ in range(4)))
     assert [answer.json() for answer in again] == [made] * 4
+    assert (await gateway.post(MODELS, json=AGENT)).status_code == 409
     other = await gateway.post(MODELS, json={**AGENT, "config": {"seed": 5}})
     assert (other.status_code, "return_existing" in other.json()["detail"], "seed" in other.json()["detail"]) == (409, True, True)
     assert (await gateway.post(MODELS, json={**AGENT, "config": {"seed": 5}, "return_existing": True})).json() == made

@@ -79,6 +79,10 @@ async def create_model(request: ModelRequest, caller: KnownCaller, gate: OpenGat
     _check(gate, command)
     tables = await gate.view.fresh()
     view = _existing(tables.model(command.model_id), command, request)
+    if view is not None and not request.return_existing:
+        raise ProblemError(
+            409, f"there is a model {request.name!r} in project {request.project!r}: take another name, or ask with return_existing=true"
+        )
     if view is None:
         await _command(gate, command, lane_of(command.model_id, gate.view.lanes), there=True)
         # Somebody may have been faster: the first in the log counts.
