@@ -16,7 +16,8 @@ from headrace.core.models import create_model, delete_model
 from headrace.core.settings import BaseModelEntry, KafkaSettings, Settings, StoreSettings, TopicSettings
 from headrace.core.store import open_store, store_folder
 from headrace.core.topic_admin import apply
-from headrace.engine.serve import EngineOptions, EngineProcess
+from headrace.engine.options import EngineOptions, listen
+from headrace.engine.serve import EngineProcess
 from headrace.schemas.envelope import header_text, open_record, seal
 from headrace.schemas.state import ModelState
 from headrace.schemas.training import ModelSettings
@@ -147,19 +148,17 @@ async def acks_of(site: Site) -> AsyncIterator[Acks]:
 @asynccontextmanager
 async def running(site: Site, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     """An engine in this process, ready; a client of its `/v1`."""
-    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     wanted = {"base_model": BASE, "port": 0, "engine_id": "e", "threads": 1, "cache_dir": site.work / uuid.uuid4().hex} | options
-    engine = EngineProcess(site.settings, EngineOptions(**wanted), url.set_result)
-    serving = asyncio.create_task(engine.run())
-    await asyncio.wait([serving, url], return_when=asyncio.FIRST_COMPLETED)
-    if serving.done():
-        await serving
-    async with httpx.AsyncClient(base_url=await url, timeout=SOON) as client:
-        try:
-            async with asyncio.timeout(SOON):
-                while (await client.get(f"{str(client.base_url).removesuffix('/v1/')}/health")).status_code != 200:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)  # another server's state, asked for as whoever waits for an engine does
-            yield client
-        finally:
-            engine.stop()
-            await serving
+    chosen = EngineOptions(**wanted)
+    with listen(chosen.host, chosen.port) as listener:
+        engine = EngineProcess(site.settings, chosen, listener)
+        serving = asyncio.create_task(engine.run())
+        async with httpx.AsyncClient(base_url=chosen.url(listener), timeout=SOON) as client:
+            try:
+                async with asyncio.timeout(SOON):
+                    while (await client.get(f"{str(client.base_url).removesuffix('/v1/')}/health")).status_code != 200:  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)  # another server's state, asked for as whoever waits for an engine does
+                yield client
+            finally:
+                engine.stop()
+                await serving

@@ -25,12 +25,10 @@ def engine(  # noqa: PLR0917 - typer passes them by name
     """Serve every model of a base model to OpenAI clients, each version under the name MODEL_ID@VERSION; follow what is published."""
     from headrace.core.kafka import require_bootstrap  # noqa: PLC0415 - heavy
     from headrace.core.settings import Settings  # noqa: PLC0415
+    from headrace.engine.options import EngineOptions, base_model_entry, listen  # noqa: PLC0415
 
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings()
-    require_bootstrap(settings)  # before torch is loaded
-    from headrace.engine.serve import EngineOptions, EngineProcess  # noqa: PLC0415 - heavy
-
     options = EngineOptions(
         base_model=base_model,
         models=tuple(model or ()),
@@ -43,8 +41,15 @@ def engine(  # noqa: PLR0917 - typer passes them by name
         device=device,
         threads=threads,
     )
+    # What is wrong is said before torch is loaded.
+    require_bootstrap(settings)
+    base_model_entry(settings, base_model)
+    with listen(host, port) as listener:
+        from headrace.engine.serve import EngineProcess  # noqa: PLC0415 - seconds
 
-    async def main() -> None:
-        await EngineProcess(settings, options, lambda url: typer.echo(f"Serving {base_model} at {url}")).run()
+        typer.echo(f"Serving {base_model} at {options.url(listener)}")
 
-    asyncio.run(main())
+        async def main() -> None:
+            await EngineProcess(settings, options, listener).run()
+
+        asyncio.run(main())
