@@ -14,6 +14,10 @@ from headrace.gateway.tokens import create_token
 from headrace.schemas.jobs import JobState
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+HIDDEN = """hidden => {
+  Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
 ODD = quote("<b>odd</b> & id")
 
 
@@ -30,6 +34,17 @@ async def test_models_and_jobs_are_listed_and_a_new_job_appears_by_itself(page: 
     await expect(page.get_by_role("status")).to_have_text("live")
     await served.seeded.job("job-new", JobState.RUNNING)
     await expect(page.get_by_role("row", name="job-new")).to_contain_text("running")
+
+
+async def test_a_tab_that_nobody_looks_at_follows_nothing_and_catches_up(page: Page, served: Served):
+    await page.goto(served.address)
+    state = page.get_by_role("status")
+    await expect(state).to_have_text("live")
+    await page.evaluate(HIDDEN, True)
+    await expect(state).to_have_text("paused")
+    await served.seeded.job("job-meanwhile", JobState.PENDING)
+    await page.evaluate(HIDDEN, False)
+    await expect(page.get_by_role("row", name="job-meanwhile")).to_be_visible()
 
 
 async def test_a_job_is_cancelled_by_its_button(page: Page, served: Served):

@@ -69,7 +69,10 @@ async def overview(tables: Tables, caller: Caller) -> Overview:
 async def job_rows(tables: Tables, caller: Caller, model_id: str | None = None, limit: int = LISTED) -> list[JobRow]:
     """The latest jobs, of one model or of all; one more than the limit where there are more."""
     rows: list[JobRow] = []
-    for number, job_id in enumerate(_latest({key: record.timestamp for key, record in tables.documents.items()})):
+    # Named in its document's bytes, or not of this model: most need not be read.
+    named = (model_id or "").encode()
+    stamps = {key: record.timestamp for key, record in tables.documents.items() if named in record.value}
+    for number, job_id in enumerate(_latest(stamps)):
         if number % _TURN == 0:
             await asyncio.sleep(0)
         view = tables.job(job_id)

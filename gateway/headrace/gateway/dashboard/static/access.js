@@ -13,32 +13,51 @@ export async function ask(path, options = {}) {
   return response.json();
 }
 
-/** Follow what changes: `onChange({models, all})`, `onState(true, account)` or `onState(false)`. Goes on until the page is left. */
+/**
+ * Follow what changes: `onChange({models, all})`, `onState("live" | "paused" | "reconnecting", account)`. Goes on until the page is left.
+ * Paused while nobody looks: a browser has few connections to one host, and each tab that follows holds one.
+ */
 export async function follow(onChange, onState) {
-  for (let failures = 0; ; ) {
-    try {
-      const response = await answered("stream", {});
-      const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-      if (failures) onChange({ models: [], all: true });
-      failures = 0;
-      let rest = "";
-      for (;;) {
-        const { value, done } = await reader.read();
-        if (done) break;
-        rest += value;
-        const events = rest.split("\n\n");
-        rest = events.pop();
-        for (const { name, data } of events.map(parsed)) {
-          if (name === "hello") onState(true, data.account);
-          if (name === "change") onChange(data);
-        }
-      }
-    } catch (error) {
-      if (error instanceof DOMException && error.name === "AbortError") return;
+  let account = null;
+  for (let failures = 0, before = false; ; ) {
+    if (document.hidden) {
+      onState("paused", account);
+      await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+      continue;
     }
-    onState(false);
+    const left = new AbortController();
+    const leave = () => document.hidden && left.abort();
+    document.addEventListener("visibilitychange", leave);
+    try {
+      const response = await answered("stream", { signal: left.signal });
+      for await (const { name, data } of events(response.body)) {
+        if (name === "hello") {
+          account = data.account;
+          onState("live", account);
+          if (before) onChange({ models: [], all: true });
+          [before, failures] = [true, 0];
+        }
+        if (name === "change") onChange(data);
+      }
+    } catch {
+      // It is asked again, below.
+    }
+    document.removeEventListener("visibilitychange", leave);
+    if (left.signal.aborted) continue;
+    onState("reconnecting", account);
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
     failures += 1;
+  }
+}
+
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ; ) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    yield* parts.map(parsed);
   }
 }
 

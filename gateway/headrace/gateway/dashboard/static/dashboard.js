@@ -63,10 +63,10 @@ follow(
   (change) => {
     if (page.concerns(change)) load();
   },
-  (on, account) => {
-    if (on) document.getElementById("account").textContent = `account ${account}`;
+  (state, account) => {
+    if (account) document.getElementById("account").textContent = `account ${account}`;
     const live = document.getElementById("live");
-    live.textContent = on ? "live" : "reconnecting";
-    live.classList.toggle("on", on);
+    live.textContent = state;
+    live.classList.toggle("on", state === "live");
   },
 );
