@@ -6,8 +6,7 @@ only: their other bytes are compared eight at a time, their numbers are copied o
 small.
 
 Guarantees: the group that `decode_group` gives, or None, where anything is not just so (other keys, white space, text tokens,
-alternatives, what is no JSON): then `decode_group` reads it, and says what is wrong. Gives up: token ids of more than 7 digits, entries at
-the very end of a body.
+alternatives, what is no JSON): then `decode_group` reads it, and says what is wrong. Gives up: token ids of more than 7 digits.
 Shapes: E entries of all turns of the group.
 """
 
@@ -43,10 +42,11 @@ class _OtherwiseError(Exception):
     """Something is not as it mostly is."""
 
 
-def decode_hosted(body: bytes) -> SampledGroup | None:
+def decode_hosted(body: bytes | memoryview) -> SampledGroup | None:
     """Read a group in the hosted APIs' JSON; None where `decode_group` has to."""
     try:
-        return _decode(body)
+        # What follows an entry is looked at in words: behind the last one of a body there is white space, which JSON allows.
+        return _decode(b"".join((body, b" " * _MARGIN)))
     except Exception:  # noqa: BLE001 - whatever it is, `decode_group` meets it too, and says so
         return None
 

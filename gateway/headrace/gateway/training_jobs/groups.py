@@ -36,7 +36,7 @@ def read_group(text: memoryview, loc: Loc, faults: Faults, *, version: int | Non
         The group; None if something is wrong with it.
     """
     try:
-        group = decode_hosted(bytes(text)) or decode_group(text)
+        group = decode_hosted(text) or decode_group(text)
     except CodecError as error:
         _collect(text, loc, faults)
         faults.add_codec(loc, error)  # the place counts once: as a rule it is there by now
