@@ -62,6 +62,12 @@ def model_of(api: Fireworks, model: str) -> Any:
         return None
 
 
+def until_over(api: Fireworks, job: str) -> Any:
+    """The job, once it has ended."""
+    running = {"JOB_STATE_PENDING", "JOB_STATE_RUNNING"}
+    return until(job, lambda: api.reinforcement_fine_tuning_steps.get(job), lambda found: found.state not in running)
+
+
 def rollouts(step: int) -> bytes:
     """A dataset of one step: every prompt with its answers, of which one is worth something."""
     lines = []
@@ -180,7 +186,15 @@ def asks_all_there_is_of_a_job(api: Fireworks) -> None:
 def runs_a_job_of_one_step_and_goes_on_from_it(api: Fireworks) -> None:
     steps = api.reinforcement_fine_tuning_steps
     upload(api, "shots", rollouts(0))
-    config: Any = {"base_model": BASE_MODEL, "output_model": "shot-1", "lora_rank": 8, "max_context_length": 64, "learning_rate": 1e-3}
+    config: Any = {
+        "base_model": BASE_MODEL,
+        "output_model": "shot-1",
+        "lora_rank": 8,
+        "max_context_length": 64,
+        "batch_size": 128,  # several updates in each of two epochs
+        "epochs": 2,
+        "learning_rate": 1e-3,
+    }
     steps.create(
         rlor_trainer_job_id="shot-1",
         dataset=name("datasets", "shots"),
@@ -189,20 +203,40 @@ def runs_a_job_of_one_step_and_goes_on_from_it(api: Fireworks) -> None:
         loss_config={"method": "GRPO", "kl_beta": 0.001},
         training_config=config,
     )
-    done = until("the job", lambda: steps.get("shot-1"), lambda job: job.state not in {"JOB_STATE_PENDING", "JOB_STATE_RUNNING"})
-    assert (done.state, done.status and done.status.code) == ("JOB_STATE_COMPLETED", "OK"), done
+    done: Any = until_over(api, "shot-1")
+    assert (done.state, done.status.code) == ("JOB_STATE_COMPLETED", "OK"), done
     assert done.completed_time is not None
+    assert (done.job_progress.percent, done.job_progress.epoch) == (100, 1), done
+    assert done.metrics["updates"] > 1, done.metrics
+    assert done.evaluation, done
     assert api.models.get("shot-1").state == "READY"
-    held("a job of one step, evaluated, ends COMPLETED and its model is READY")
+    held(f"a job of one step, two epochs and several updates, evaluated ({done.evaluation}), ends COMPLETED and its model is READY")
     steps.create(
         rlor_trainer_job_id="shot-2",
         dataset=name("datasets", "shots"),
         training_config={"warm_start_from": name("models", "shot-1"), "output_model": name("models", "shot-2")},
     )
-    done = until("the job", lambda: steps.get("shot-2"), lambda job: job.state not in {"JOB_STATE_PENDING", "JOB_STATE_RUNNING"})
+    done = until_over(api, "shot-2")
     assert done.state == "JOB_STATE_COMPLETED", done
+    assert done.training_config.epochs == 2, done
     assert api.models.get("shot-2").state == "READY"
     held("the next one goes on from it")
+
+
+def scores_without_training_and_trains_against_it(api: Fireworks) -> None:
+    steps = api.reinforcement_fine_tuning_steps
+    config: Any = {"base_model": BASE_MODEL, "lora_rank": 8, "max_context_length": 64}
+    shots = name("datasets", "shots")
+    steps.create(rlor_trainer_job_id="reference", dataset=shots, forward_only=True, training_config=config)
+    done: Any = until_over(api, "reference")
+    assert done.state == "JOB_STATE_COMPLETED", done
+    assert done.logprobs["uri"], done
+    loss: Any = {"method": "GRPO", "kl_beta": 0.01, "kl_reference_job": name("rlorTrainerJobs", "reference")}
+    steps.create(rlor_trainer_job_id="against", dataset=shots, loss_config=loss, training_config=config)
+    done = until_over(api, "against")
+    assert done.state == "JOB_STATE_COMPLETED", done
+    assert "kl_reference" in done.metrics, done.metrics
+    held("forwardOnly writes log-probabilities, and another job trains against them")
 
 
 def speaks_with_either_client(api: Fireworks) -> None:
@@ -218,6 +252,7 @@ def main() -> None:
     keeps_a_job_alive_over_steps(api)
     asks_all_there_is_of_a_job(api)
     runs_a_job_of_one_step_and_goes_on_from_it(api)
+    scores_without_training_and_trains_against_it(api)
     api.reinforcement_fine_tuning_steps.delete("keep")
     print("all held", flush=True)
 
