@@ -17,6 +17,7 @@ from headrace.core.models import model_id_of
 from headrace.core.settings import KafkaSettings
 from headrace.schemas.envelope import seal
 from headrace.schemas.state import LaneState, ModelState
+from headrace.schemas.topics import TOPICS
 from headrace.schemas.training import ModelSettings
 
 Headrace = Callable[..., Any]
@@ -43,13 +44,13 @@ def test_topics_are_shown_as_missing_created_and_then_equal(headrace: Headrace, 
     environment = {"HEADRACE_KAFKA__BOOTSTRAP_SERVERS": kafka, "HEADRACE_TOPICS__PREFIX": topic_prefix}
     before = headrace("topics", "show", **environment)
     assert before.code == 1
-    assert before.out.count("missing") == 9
+    assert before.out.count("missing") == len(TOPICS)
     applied = headrace("topics", "apply", "--json")
     assert {(topic["state"], topic["wanted_partitions"]) for topic in applied.json} == {("created", 12)}
     after = headrace("topics", "show", "--json")
     assert after.code == 0
     assert {(topic["state"], topic["partitions"]) for topic in after.json} == {("equal", 12)}
-    assert headrace("topics", "apply").out.count("unchanged") == 9
+    assert headrace("topics", "apply").out.count("unchanged") == len(TOPICS)
 
 
 def test_another_partition_count_ends_with_one_line_that_says_what_to_do(cli: Headrace) -> None:
