@@ -66,3 +66,15 @@ async def test_answers_leave_at_once(settings: Settings) -> None:
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         writer.close()
         (await connected).close()
+
+
+async def test_without_tokens_no_page_of_another_place_can_call(gateway: httpx.AsyncClient) -> None:
+    path = "/v1/headrace/trajectories/t/exchanges"
+    own = f"{gateway.base_url.host}:{gateway.base_url.port}"
+    assert (await gateway.get(path)).status_code == 200
+    assert (await gateway.get(path, headers={"Origin": f"http://{own}"})).status_code == 200
+    assert (await gateway.get(path, headers={"Host": "localhost:8100"})).status_code == 200
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+        answer = await gateway.get(path, headers=headers)
+        assert answer.status_code == 403, headers
+        assert "headrace tokens create" in answer.json()["detail"]

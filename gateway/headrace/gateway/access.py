@@ -5,9 +5,11 @@ with tokens, a request without one, or with a wrong one, is 401, and one token t
 that a token does not cover, are 404: `Caller.sees` says it. Gives up: limits across several gateways; each counts for itself.
 """
 
+import ipaddress
 import time
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 
@@ -57,6 +59,7 @@ async def identify(request: Request) -> Caller:
     """
     gate: Gate = gate_of(request)
     if not gate.tokens.configured:
+        _check_local(request)
         return Caller(gate.settings.account, "local")
     token = _token(request)
     if token is None:
@@ -71,6 +74,31 @@ async def identify(request: Request) -> Caller:
         message = f"more than {gate.settings.gateway.requests_per_minute} requests a minute with this key (gateway.requests_per_minute)"
         raise ProblemError(429, message, headers={"Retry-After": str(max(1, round(seconds)))})
     return Caller(stored.account, stored.owner, stored.projects)
+
+
+def _check_local(request: Request) -> None:
+    """Without keys, a page that somebody's browser has open must not call in that browser's name.
+
+    A name of its own that it has led to loopback stands in `Host`, and its address in `Origin`.
+    """
+    host = request.headers.get("host", "")
+    if not is_loopback(urlsplit(f"//{host}").hostname or ""):
+        raise ProblemError(
+            403, f"without tokens this gateway answers to localhost only, not to Host {host[:100]!r}: `headrace tokens create`"
+        )
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != host:
+        raise ProblemError(403, f"without tokens no page of {origin[:100]!r} may call: `headrace tokens create`")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _token(request: Request) -> str | None:

@@ -4,7 +4,6 @@ Guarantees: without tokens it listens on loopback only and says so; requests tha
 `_GRACE_SECONDS` at most. Gives up: TLS; put a proxy in front where it leaves the machine.
 """
 
-import ipaddress
 import socket
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ import uvicorn
 
 from headrace.core.errors import HeadraceError
 from headrace.core.settings import Settings
+from headrace.gateway.access import is_loopback
 from headrace.gateway.app import create_app
 from headrace.gateway.gate import Gate
 from headrace.gateway.rlor.tracking import tracking
@@ -31,7 +31,7 @@ def check_listening(settings: Settings) -> None:
         ListenError: no tokens, and an address that others reach.
     """
     host = settings.gateway.host
-    if not Tokens(settings.gateway).configured and not _is_loopback(host):
+    if not Tokens(settings.gateway).configured and not is_loopback(host):
         raise ListenError(
             f"gateway.host={host} is reached by others and no token is configured: make one (`headrace tokens create --account …`) and "
             "name its file by gateway.tokens_file, or listen on 127.0.0.1"
@@ -89,12 +89,3 @@ class Server(uvicorn.Server):
         """End."""
         self._gate.ending.set()
         await super().shutdown(sockets)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
