@@ -30,6 +30,7 @@ from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.serving import Served, UnknownNameError, Wanted, engines_of, newest_version, parse_name
 from headrace.gateway.tables import is_model
+from headrace.gateway.training_jobs.seen import is_deleted
 
 router = APIRouter(tags=["inference"])
 
@@ -145,6 +146,8 @@ def find_model(gate: Gate, caller: Caller, name: str) -> tuple[Wanted, ModelView
     newest = newest_version(gate.view.tables, model)
     if wanted.version is not None and wanted.version > newest:
         raise ProblemError(404, f"model {name[:200]!r}: its newest version is {newest}")
+    if wanted.version is not None and is_deleted(gate.view.tables, model, wanted.version):
+        raise ProblemError(404, f"model {name[:200]!r}: this checkpoint was deleted; the name without :stepN is the newest version")
     return wanted, model
 
 

@@ -1,7 +1,8 @@
 """`/v1/preview/models/{id}/checkpoints`: the versions of a model whose weights can be had, step 0 (the base model) included.
 
 Guarantees: ids are the same in every gateway and after every start; a version is listed as soon as its step is committed; a deleted one is
-listed no more as soon as the answer is given. Deleting the newest is allowed: it is listed and served no more, the model goes on from it.
+neither listed nor served by its name as soon as the answer is given. Deleting the newest is allowed: the model goes on from it, and its
+name without a step still means it.
 Gives up: deleting at once what recovery may still need; the lane's owner deletes files when nothing needs them.
 """
 
