@@ -6,7 +6,6 @@ that a token does not cover, are 404: `Caller.sees` says it. Gives up: limits ac
 """
 
 import ipaddress
-import time
 from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -29,26 +28,6 @@ class Caller:
     def sees(self, account: str, project: str | None = None) -> bool:
         """Whether an object is there for this caller."""
         return account == self.account and (project is None or not self.projects or project in self.projects)
-
-
-class Pace:
-    """A bucket of requests for each token, filled evenly over the minute."""
-
-    def __init__(self, per_minute: int) -> None:
-        self._per_second = per_minute / 60
-        self._size = float(max(per_minute, 1))
-        self._buckets: dict[str, tuple[float, float]] = {}
-
-    def wait_for(self, token_id: str) -> float:
-        """Take one; 0, or the seconds until there is one."""
-        now = time.monotonic()
-        left, since = self._buckets.get(token_id, (self._size, now))
-        left = min(self._size, left + (now - since) * self._per_second)
-        if left < 1:
-            self._buckets[token_id] = (left, now)
-            return (1 - left) / self._per_second
-        self._buckets[token_id] = (left - 1, now)
-        return 0.0
 
 
 async def identify(request: Request) -> Caller:

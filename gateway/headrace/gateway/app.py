@@ -9,7 +9,6 @@ from fastapi import FastAPI
 
 from headrace.core.settings import GatewaySettings, KafkaSettings, Settings, StoreSettings
 from headrace.gateway import exchanges, health, inference, problems
-from headrace.gateway.access import Pace
 from headrace.gateway.access_log import AccessLog
 from headrace.gateway.body_limit import BodyLimit
 from headrace.gateway.dashboard import data, pages
@@ -25,7 +24,7 @@ def create_app(settings: Settings) -> FastAPI:
     Raises:
         TokensError: the tokens can't be read.
     """
-    gate = Gate(settings, Pace(settings.gateway.requests_per_minute))
+    gate = Gate(settings)
     app = FastAPI(
         title="Headrace",
         summary="Reinforcement-learning training backend for LLM agents, on Kafka",

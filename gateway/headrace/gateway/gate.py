@@ -2,7 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 import httpx
 from fastapi import Depends, Request
@@ -11,10 +11,8 @@ from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
 from headrace.gateway.log_view import LogView
 from headrace.gateway.log_writer import LogWriter
+from headrace.gateway.pace import Pace
 from headrace.gateway.tokens import Tokens
-
-if TYPE_CHECKING:
-    from headrace.gateway.access import Pace
 
 
 class Gate:
@@ -22,12 +20,11 @@ class Gate:
 
     Args:
         settings: Of this process.
-        pace: Counts requests.
     """
 
-    def __init__(self, settings: Settings, pace: "Pace") -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.pace = pace
+        self.pace = Pace(settings.gateway.requests_per_minute)
         self.tokens = Tokens(settings.gateway)
         self.view = LogView(settings)
         self.writer = LogWriter(settings, self.view)
