@@ -69,6 +69,8 @@ WRONG: list[tuple[dict[str, object], int, str]] = [
     (keep_alive(purpose="PURPOSE_FLIGHT"), 400, "purpose"),
     (keep_alive(displayName="x" * 64), 400, "displayName"),
     (keep_alive(nodeCount=0), 400, "nodeCount"),
+    (keep_alive(nodeCount=1e30), 400, "nodeCount"),
+    (keep_alive(managedBy="x" * 300_000), 413, "data belongs into a dataset"),
     (keep_alive(inactivityTimeout="1 hour"), 400, 'inactivityTimeout: a duration is a number of seconds with "s" after it'),
     (keep_alive(inactivityTimeout="10801s"), 400, "inactivityTimeout"),
     (keep_alive(azureBlobStorageConfig={"tenantId": "t"}), 501, "azureBlobStorageConfig"),
@@ -99,6 +101,7 @@ async def test_each_wrong_request_has_its_status_and_says_what_to_do(gateway: ht
             assert answer.headers["x-should-retry"] == "false"
     for params, status, said in (
         ({"rlorTrainerJobId": "a b"}, 400, "rlorTrainerJobId"),
+        ({"rlorTrainerJobId": "a\n"}, 400, "rlorTrainerJobId"),
         ({"trainingShape": "accounts/a/trainingShapes/s"}, 501, "trainingShape"),
         ({"deploymentId": "other"}, 400, "deploymentId='other' differs from hotLoadDeploymentId='dep'"),
     ):
@@ -164,6 +167,8 @@ async def test_settings_of_the_model_follow_from_the_fields_and_defaults_from_th
         made: ModelSettings = found.settings
         fact = view.tables.facts[rlor_job_key("default", "snake")]
         assert isinstance(fact, RlorJob)
+    many = await create(gateway, "many", keep_alive(**{f"key{n}": n for n in range(100)}))
+    assert many.status_code == 200
     assert fact.without_effect == ("trainingConfig.acceleratorType", "trainingConfig.region")
     assert (made.base_model, made.adaptation, made.max_sequence_tokens) == ("tiny", "lora", 1024)
     assert (made.lora.r, made.lora.alpha, made.lora.target_modules) == (16, 16, ("q_proj",))

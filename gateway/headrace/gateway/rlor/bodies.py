@@ -12,6 +12,9 @@ from pydantic import BaseModel, ValidationError
 
 from headrace.gateway.problems import FaultError, ProblemError, UnprocessableError
 
+_MOST_BYTES = 256 * 1024
+"""A job's record must fit into a record of Kafka."""
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -19,9 +22,11 @@ async def object_of(request: Request) -> dict[str, Any]:
     """The body's object; no body and `null` are `{}`. Null fields are as if absent.
 
     Raises:
-        ProblemError: 400.
+        ProblemError: 400, 413.
     """
     body = await request.body()
+    if len(body) > _MOST_BYTES:
+        raise ProblemError(413, f"the body has {len(body)} bytes, at most {_MOST_BYTES} are read here: data belongs into a dataset")
     if not body.strip():
         return {}
     try:

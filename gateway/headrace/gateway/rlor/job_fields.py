@@ -25,8 +25,10 @@ _REGIONS = [
     f"{part}_{place}_{n}" for part, places in _REGION_FAMILIES.items() for place, count in places.items() for n in range(1, count + 1)
 ]
 REGIONS = ("REGION_UNSPECIFIED", *_REGIONS)
+_MOST_NAMED = 50
 LONGEST_INACTIVITY = 3 * 3600.0
 Ratio = Annotated[float, Field(ge=0, le=1)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class ConstantRate(Wire):
@@ -51,10 +53,10 @@ class LrScheduler(Wire):
 class TrainerShardingScheme(Wire):
     """How a trainer of the hosted service is laid out."""
 
-    tensor_parallelism: int | None = None
-    pipeline_parallelism: int | None = None
-    context_parallelism: int | None = None
-    expert_parallelism: int | None = None
+    tensor_parallelism: Int32 | None = None
+    pipeline_parallelism: Int32 | None = None
+    context_parallelism: Int32 | None = None
+    expert_parallelism: Int32 | None = None
     sequence_parallelism: bool | None = None
 
 
@@ -72,24 +74,24 @@ class TrainingConfig(Wire):
     max_context_length: int | None = Field(default=None, ge=16, le=1 << 20, multiple_of=16)
     lora_rank: int | None = None
     """A power of two from 4 to 32; 0: all parameters are trained."""
-    lora_alpha: int | None = Field(default=None, ge=1)
+    lora_alpha: int | None = Field(default=None, ge=1, le=1 << 16)
     lora_dropout: float | None = Field(default=None, ge=0, lt=1)
     lora_target_modules: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     region: str = REGIONS[0]
     epochs: int = Field(default=1, ge=1, le=10)
-    batch_size: int | None = Field(default=None, ge=16)
+    batch_size: int | None = Field(default=None, ge=16, lt=2**31)
     """Tokens of one optimizer update, at most."""
-    batch_size_samples: int | None = Field(default=None, ge=1)
+    batch_size_samples: int | None = Field(default=None, ge=1, lt=2**31)
     gradient_accumulation_steps: int = Field(default=1, ge=1, le=1)
-    learning_rate_warmup_steps: int = Field(default=0, ge=0)
-    optimizer_weight_decay: float | None = Field(default=None, ge=0)
-    sampler_checkpoint_save_interval_steps: int = Field(default=0, ge=0)
+    learning_rate_warmup_steps: int = Field(default=0, ge=0, lt=2**31)
+    optimizer_weight_decay: float | None = Field(default=None, ge=0, le=1000)
+    sampler_checkpoint_save_interval_steps: int = Field(default=0, ge=0, lt=2**31)
     lr_scheduler: LrScheduler | None = None
     trainer_sharding_scheme: TrainerShardingScheme | None = None
-    projection_head_dim: int | None = None
+    projection_head_dim: Int32 | None = None
     custom_image_tag: str = ""
     accelerator_type: str = ""
-    accelerator_count: int | None = Field(default=None, ge=0)
+    accelerator_count: int | None = Field(default=None, ge=0, lt=2**31)
     base_model_weight_precision: str = ""
     is_intermediate: bool = False
 
@@ -112,8 +114,8 @@ class DpoConfig(Wire):
     """Of the method DPO."""
 
     beta: float | None = Field(default=None, gt=0, lt=0.5)
-    ref_cache_concurrency: int | None = None
-    ref_cache_batch_size: int | None = None
+    ref_cache_concurrency: Int32 | None = None
+    ref_cache_batch_size: Int32 | None = None
 
 
 class OrpoConfig(Wire):
@@ -124,7 +126,7 @@ class LossConfig(Wire):
     """How rewards become a loss."""
 
     method: Literal["METHOD_UNSPECIFIED", "GRPO", "DAPO", "DPO", "ORPO", "GSPO_TOKEN"] = "METHOD_UNSPECIFIED"
-    kl_beta: float = Field(default=0.0, ge=0)
+    kl_beta: float = Field(default=0.0, ge=0, le=10**6)
     """Coefficient of KL in the loss; 0: the method's own."""
     dpo: DpoConfig | None = None
     orpo: OrpoConfig | None = None
@@ -174,7 +176,7 @@ class JobFields(Wire):
     keep_alive: bool = False
     rollout_deployment_name: str = ""
     loss_config: LossConfig = LossConfig()
-    node_count: int = Field(default=1, ge=1)
+    node_count: int = Field(default=1, ge=1, le=100_000)
     service_mode: bool = False
     hot_load_deployment_id: str = ""
     use_purpose: Literal["", "pilot"] = ""
@@ -182,7 +184,7 @@ class JobFields(Wire):
     forward_only: bool = False
     inactivity_timeout: Annotated[Duration, Field(gt=0, le=LONGEST_INACTIVITY)] = 600.0
     disable_inactivity_cleanup: bool = False
-    trainer_replica_count: int = Field(default=1, ge=1)
+    trainer_replica_count: int = Field(default=1, ge=1, lt=2**31)
     use_reservation: bool = False
     reservation_target: str = ""
     preemptible: bool = False
@@ -221,7 +223,8 @@ def without_effect(raw: object, fields: JobFields) -> tuple[str, ...]:
     """What of a body does nothing: keys that nobody knows, and known ones that are set and listed above. In camelCase."""
     unknown = [path for path in _unknown(raw, JobFields, "") if path not in OUTPUT_ONLY]
     idle = [path for path in WITHOUT_EFFECT if _differs(fields, path)]
-    return tuple(sorted({".".join(to_camel(part) for part in path.split(".")) for path in (*unknown, *idle)}))
+    names = sorted({".".join(to_camel(part) for part in path.split(".")) for path in (*unknown, *idle)})
+    return (*names[:_MOST_NAMED], "…") if len(names) > _MOST_NAMED else tuple(names)
 
 
 def _unknown(raw: object, model: type[BaseModel], at: str) -> Iterator[str]:

@@ -5,10 +5,12 @@ repeated by the client's own retry is answered as the first. Unknown keys are ta
 `status.message` names what has no effect. Gives up: `trainingShape`; validations can't be skipped.
 """
 
+import hashlib
 import re
 import uuid
 from typing import Annotated, Any
 
+import orjson
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
@@ -78,10 +80,12 @@ async def create_job(
     check(fields)
     if fields.aws_s3_config is not None and (secret := fields.aws_s3_config.credentials_secret):
         credentials(secret, gate.settings.s3)
-    if job_id and not _JOB_ID.match(job_id):
+    if job_id and not _JOB_ID.fullmatch(job_id):
         raise ProblemError(400, f"rlorTrainerJobId: {job_id[:80]!r}: 1 to 127 letters, digits, dots, dashes and underscores are possible")
     repeated = request.headers.get("x-stainless-retry-count", "0") not in {"", "0"}
-    async with changing(gate, account, job_id) as tables:
+    # Without an id, those that ask for the same take turns: one may be the other's retry.
+    turn = job_id or f"/{hashlib.sha256(orjson.dumps(raw)).hexdigest()}"
+    async with changing(gate, account, turn) as tables:
         check_own_bucket(tables, account, fields.hot_load_deployment_id)
         known = _known(tables, account, job_id)
         fact = _fact(gate, tables, caller, fields, job_id=job_id or str(uuid.uuid4()), idle=_idle(raw, fields))
@@ -229,7 +233,7 @@ def _of_this_account(account: str, fields: JobFields) -> JobFields:
         said = getattr(fields, field)
         if said:
             found = id_in(account, "deployments", said, name)
-            if not _JOB_ID.match(found):
+            if not _JOB_ID.fullmatch(found):
                 raise ProblemError(400, f"{name}: {said[:200]!r} is no deployment: accounts/{account}/deployments/<id> is needed")
             changes[field] = found
     return fields.model_copy(update=changes)

@@ -51,7 +51,7 @@ def check_id(id: str, field: str) -> str:  # noqa: A002 - the API's word
     Raises:
         ProblemError: 400.
     """
-    if not _ID.match(id):
+    if not _ID.fullmatch(id):
         raise ProblemError(400, f"{field}: {id[:80]!r}: an id has 1 to 63 characters of a-z, 0-9 and -, and neither begins nor ends with -")
     return id
 
