@@ -9,7 +9,6 @@ from tests.gateway.lane_double import LaneDouble
 from tests.gateway.rlor_calls import ACCOUNT, JOBS, create, dataset, keep_alive
 
 from headrace.core.settings import Settings
-from headrace.gateway.access import Pace
 from headrace.gateway.gate import Gate
 from headrace.gateway.rlor.names import rlor_model_id
 from headrace.schemas.deployments import DeployedModel, HotLoad
@@ -25,7 +24,7 @@ HEADERS = {"fireworks-model": "accounts/default/models/tiny", "fireworks-deploym
 async def gate(settings: Settings) -> AsyncIterator[Gate]:
     """A second gateway's, by which tests write what others would."""
     other = settings.model_copy(update={"gateway": settings.gateway.model_copy(update={"instance": "double"})})
-    async with Gate(other, Pace(6000)) as found:
+    async with Gate(other) as found:
         yield found
 
 
@@ -230,6 +229,25 @@ async def test_each_engine_shows_its_snapshot_and_the_one_it_is_asked_for(gatewa
     assert (await gateway.post(f"{HOT_LOAD}/hint", headers=HEADERS, json={"files": []})).json() == {}
     assert (await gateway.delete(f"{DEPLOYMENTS}/dep-1/ledger")).json() == {}
     assert (await gateway.get(HOT_LOAD, headers=HEADERS)).json()["replicas"][0]["loading_state"] == {"stage": "idle"}
+
+
+async def test_inference_knows_models_by_their_names_and_by_their_deployments(gateway: httpx.AsyncClient, gate: Gate):
+    await deploy(gateway, "dep-1")
+    await begin_job(gateway, gate, "job-1")
+    training = await begin_step(gateway, gate, "job-1", "m1")
+
+    async def asked(name: str) -> tuple[int, str]:
+        answer = await gateway.post("/inference/v1/completions", json={"model": name, "prompt": [1, 2], "max_tokens": 4})
+        return answer.status_code, answer.json()["error"]["message"]
+
+    early = await asked("accounts/default/models/m1")
+    assert (early[0], "has not begun" in early[1]) == (404, True)
+    for name in ("accounts/other/models/m1", "accounts/default/models/none", "accounts/default/deployments/none", "accounts/default/m1"):
+        assert (await asked(name))[0] == 404, name
+    # Without an engine there is nobody to ask, which is another thing than a name that nobody knows.
+    await LaneDouble(gate).train(training)
+    for name in ("accounts/default/models/m1", "accounts/default/deployments/dep-1", "accounts/fireworks/models/tiny"):
+        assert (await asked(name))[0] == 503, name
 
 
 async def test_wrong_hot_loads_are_refused_with_what_is_wrong(gateway: httpx.AsyncClient):

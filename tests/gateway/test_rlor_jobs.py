@@ -19,7 +19,6 @@ from headrace.core.reading import read_to_end
 from headrace.core.settings import ProducerSettings, Settings
 from headrace.core.store import open_store
 from headrace.core.topic_admin import apply
-from headrace.gateway.access import Pace
 from headrace.gateway.gate import Gate
 from headrace.gateway.log_view import LogView
 from headrace.gateway.rlor.job_state import standing
@@ -41,7 +40,7 @@ def another(settings: Settings) -> Settings:
 
 @pytest.fixture
 async def lane(settings: Settings) -> AsyncIterator[LaneDouble]:
-    async with Gate(another(settings), Pace(6000)) as gate:
+    async with Gate(another(settings)) as gate:
         yield LaneDouble(gate)
 
 

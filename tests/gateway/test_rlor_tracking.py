@@ -17,7 +17,6 @@ from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import apply
-from headrace.gateway.access import Pace
 from headrace.gateway.gate import Gate
 from headrace.gateway.rlor.names import rlor_model_id
 from headrace.gateway.rlor.tracking import tracking
@@ -79,7 +78,7 @@ async def test_committed_steps_are_in_the_run_of_a_job_that_asks_for_it(
     await apply(settings)
     wandb = {"enabled": True, "apiKey": "hush" * 10, "project": "mine"}
     other = settings.model_copy(update={"gateway": settings.gateway.model_copy(update={"instance": "other"})})
-    async with running(settings) as client, Gate(other, Pace(6000)) as gate, tracking(gate):
+    async with running(settings) as client, Gate(other) as gate, tracking(gate):
         await dataset(client, "d1")
         await create(client, "tracked", keep_alive(wandbConfig=wandb))
         await create(client, "plain", keep_alive())
