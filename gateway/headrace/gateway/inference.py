@@ -28,6 +28,7 @@ from headrace.gateway.access import Caller, KnownCaller
 from headrace.gateway.exchanges import HEADER, assembled, check_name, exchange_of, keep
 from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.problems import ProblemError
+from headrace.gateway.rlor.served_names import named_version
 from headrace.gateway.serving import Served, UnknownNameError, Wanted, engines_of, newest_version, parse_name
 from headrace.gateway.tables import is_model
 from headrace.gateway.training_jobs.seen import is_deleted
@@ -135,6 +136,9 @@ def find_model(gate: Gate, caller: Caller, name: str) -> tuple[Wanted, ModelView
     Raises:
         ProblemError: 404, for unknown names and for what the caller does not see.
     """
+    if name.startswith("accounts/"):
+        found = named_version(gate.view.tables, caller, name, frozenset(gate.settings.base_models))
+        return Wanted(account=caller.account, project=None, name=None, model_id=found.view.model_id, version=found.version), found.view
     try:
         wanted = parse_name(name, caller.account)
     except UnknownNameError as error:

@@ -72,7 +72,9 @@ class ModelObject(Wire):
     policy_version: int | None = None
     """Ours: which version of the job's model this is."""
     served_as: str | None = None
-    """Ours: the name under which the gateway's inference takes requests for it."""
+    """Ours: the name under which engines serve it; the gateway takes the model's own name, too."""
+    hot_load_identity: str | None = None
+    """Ours: that of its snapshot, where its job wrote one."""
 
 
 class ModelList(Wire):
@@ -146,4 +148,5 @@ def _shown(tables: Tables, found: NamedModel) -> ModelObject:
         deployed_model_refs=refs or None,
         policy_version=None if found.entry is None else found.entry.step,
         served_as=None if found.entry is None else f"{alias.model_id}@{found.entry.step}",
+        hot_load_identity=None if found.entry is None else found.entry.hot_load_identity,
     )
