@@ -229,14 +229,18 @@ async def test_a_deleted_model_is_gone_and_a_new_one_of_its_name_begins_at_versi
 
 
 async def test_version_0_of_a_warm_start_is_what_it_starts_from(engine, acks, site, trained):
-    folder = adapter(site.base, site.new_folder() / "start", 9)
-    start = site.stored(trained, 7, folder)
     wanted = ModelSettings.model_validate({"base_model": "tiny"})
-    warm = (await create_model(site.settings, project="p", name=uuid.uuid4().hex, model=wanted, start_weights=start)).model_id
-    ack = await acks.of(f"e:{warm}", applied(0))
-    assert ack.digest == start.digest
-    for name in (warm, f"{warm}@0"):
-        assert is_of(await ask(engine, name), loaded(site.base, folder))
+    started: dict[str, Path] = {}
+    for seed in (8, 9):
+        folder = adapter(site.base, site.new_folder() / "start", seed)
+        start = site.stored(trained, seed, folder)
+        view = await create_model(site.settings, project="p", name=uuid.uuid4().hex, model=wanted, start_weights=start)
+        ack = await acks.of(f"e:{view.model_id}", applied(0))
+        assert ack.digest == start.digest
+        started[view.model_id] = folder
+    for model_id, folder in started.items():
+        for name in (model_id, f"{model_id}@0"):
+            assert is_of(await ask(engine, name), loaded(site.base, folder))
 
 
 async def test_a_late_engine_goes_to_the_latest_version_and_takes_its_acks_back_when_it_ends(acks, site, trained):

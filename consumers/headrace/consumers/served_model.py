@@ -1,8 +1,8 @@
 """One model in an engine that serves several: its current version, older ones that somebody asked for, and the names they have there.
 
-Guarantees: the current version never goes back within an incarnation; a version that a request samples from is not taken away under it;
-an older version is downloaded once, however many ask for it. Versions that are not current go in the order of their last use, once more
-than `keep` are held. Gives up: keeping to that number while requests hold all of them.
+Guarantees: the current version never goes back within an incarnation; a version that a request samples from is not taken away under it; an
+older version is downloaded once, however many ask for it; what was created or published a moment ago is waited for. Gives up: serving
+version 0 in the place of a later one that is still being loaded, or that could not be.
 """
 
 import asyncio
@@ -10,12 +10,11 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from headrace.consumers.batching import Batcher
+from headrace.consumers.engine_weights import WeightsMismatchError
+from headrace.consumers.held_versions import HeldVersions, Version
 from headrace.consumers.model_watch import Followed
-from headrace.consumers.policy_engine import PolicyEngine
 from headrace.consumers.weight_acks import EngineAcks
 from headrace.consumers.weight_applier import WeightApplier
 from headrace.consumers.weight_cache import WeightCache
@@ -69,43 +68,23 @@ class ServedModel:
 
     Args:
         followed: As it stands now.
-        engine: Where weights are held.
-        batcher: Whose thread owns the engine.
+        held: Its versions in the engine, beside version 0.
         cache: Downloads, of this model alone.
         acks: Of the engine, for this model.
         ledger: Where older versions are looked up.
-        keep: Versions that are held beside version 0.
     """
 
-    def __init__(
-        self,
-        followed: Followed,
-        *,
-        engine: PolicyEngine,
-        batcher: Batcher,
-        cache: WeightCache,
-        acks: EngineAcks,
-        ledger: Ledger,
-        keep: int,
-    ) -> None:
+    def __init__(self, followed: Followed, *, held: HeldVersions, cache: WeightCache, acks: EngineAcks, ledger: Ledger) -> None:
         self._followed = followed
-        self._engine = engine
-        self._batcher = batcher
+        self._held = held
         self.cache = cache
+        """Its downloads."""
         self._acks = acks
         self._ledger = ledger
-        self._keep = keep
         self._target = WeightTarget(model_id=followed.view.model_id)
         self._applier = WeightApplier(self._target, cache, self, acks, moved=self._notify, named=self._name_of)
         self._moved = asyncio.Condition()
-        self._held: dict[tuple[str, int], str] = {}
-        """(incarnation, version) → name in the engine, the least recently used first."""
-        self._pins: dict[str, int] = {}
-        self._gone: set[str] = set()
-        """Names that nobody asks for any more, but a request still samples from."""
-        self._names = 0
-        self._current: tuple[str, int] | None = None
-        self._loads: dict[tuple[str, int], asyncio.Task[str]] = {}
+        self._loads: dict[Version, asyncio.Task[None]] = {}
         self._said_zero: str | None = None
         self._following: asyncio.Task[None] | None = None
 
@@ -113,7 +92,7 @@ class ServedModel:
     def versions(self) -> list[int]:
         """That are held, version 0 included where it can be served at once."""
         zero = [] if self._followed.view.start_weights is not None else [0]
-        return sorted({*zero, *(version for incarnation, version in self._held if incarnation == self._followed.incarnation)})
+        return sorted({*zero, *self._held.of(self._followed.incarnation)})
 
     @property
     def created_at(self) -> float:
@@ -128,8 +107,7 @@ class ServedModel:
     async def update(self, followed: Followed) -> None:
         """The model as it stands now; begins to follow it at the first call."""
         self._followed = followed
-        for other in [held for held in self._held if held[0] != followed.incarnation]:
-            self._forget(other)
+        self._held.forget_all(but=followed.incarnation)
         self._target.aim(followed.published)
         if self._following is None:
             self._following = asyncio.create_task(self._applier.run(), name=f"weights of {followed.view.model_id}")
@@ -143,17 +121,16 @@ class ServedModel:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        for key in list(self._held):
-            self._forget(key)
+        self._held.forget_all()
         await self._acks.retract()
 
     async def apply(self, folder: Path, published: WeightsPublished) -> str:
         """Make a version the current one. See `WeightAdapter`."""
         key = (published.incarnation, published.policy_version)
         if key not in self._held:
-            await self._hold(key, folder)
-        self._current = key
-        self._trim()
+            await self._held.take(key, folder)
+        self._held.make_current(key)
+        self._held.forget_all(but=self._followed.incarnation)  # the model may have been created anew meanwhile
         return self._name(published.policy_version)
 
     @asynccontextmanager
@@ -166,22 +143,20 @@ class ServedModel:
         """
         if version is None:
             version = await self._current_version()
-        weights = await self._weights_of(version)
-        if weights is not None:
-            self._pins[weights] = self._pins.get(weights, 0) + 1
-        try:
-            view = self._followed.view
-            yield Policy(model_id=view.model_id, version=version, weights=weights, switches=view.settings.chat_template_kwargs)
-        finally:
-            if weights is not None:
-                self._unpin(weights)
+        view = self._followed.view
+        if version == 0 and view.start_weights is None:
+            yield self._policy(0, None)
+            return
+        key = await self._loaded(version)
+        with self._held.used(key) as name:
+            yield self._policy(version, name)
 
     @property
     def _latest(self) -> int:
         published = self._followed.published
         latest = 0 if published is None else published.policy_version
         # A deployment may be asked to go back; what is current does not.
-        return latest if self._current is None else max(latest, self._current[1])
+        return latest if self._held.current is None else max(latest, self._held.current[1])
 
     async def _current_version(self) -> int:
         """The version that a name without one stands for; waits until it is loaded."""
@@ -190,27 +165,24 @@ class ServedModel:
             return 0
         if not self._is_current(published.incarnation):
             await self._until_applied(published.policy_version)
-        assert self._current is not None  # noqa: S101 - applied
-        return self._current[1]
+        assert self._held.current is not None  # noqa: S101 - applied
+        return self._held.current[1]
 
-    async def _weights_of(self, version: int) -> str | None:
-        """The name of a version's weights in the engine, loaded if need be."""
-        incarnation, view = self._followed.incarnation, self._followed.view
-        if version == 0 and view.start_weights is None:
-            return None
-        key = (incarnation, version)
+    async def _loaded(self, version: int) -> Version:
+        """A version, which is held when this returns."""
+        key = (self._followed.incarnation, version)
         if version > self._latest:
             with suppress(TimeoutError):
                 async with deadline(NEWS_SECONDS), self._moved:
                     await self._moved.wait_for(lambda: version <= self._latest)
         if version > self._latest:
-            raise NoSuchPolicyError(f"version {version} of model {view.model_id} is not published yet: the latest is {self._latest}")
+            model_id = self._followed.view.model_id
+            raise NoSuchPolicyError(f"version {version} of model {model_id} is not published yet: the latest is {self._latest}")
         if key not in self._held and 0 < version == self._latest:
             await self._until_applied(version)
         while key not in self._held:
             await self._load(key)
-        self._held[key] = name = self._held.pop(key)  # used last
-        return name
+        return key
 
     async def _until_applied(self, version: int) -> None:
         """Wait until the applier has the version or a later one."""
@@ -227,7 +199,8 @@ class ServedModel:
             raise PolicyNotReadyError(f"{self._name(version)} could not be loaded: {self._failure(version)}")
 
     def _is_current(self, incarnation: str, version: int = 0) -> bool:
-        return self._current is not None and self._current[0] == incarnation and self._current[1] >= version
+        current = self._held.current
+        return current is not None and current[0] == incarnation and current[1] >= version
 
     def _failure(self, version: int) -> Exception | None:
         refused = self._applier.refused
@@ -235,17 +208,20 @@ class ServedModel:
             return None
         return refused[1]
 
-    async def _load(self, key: tuple[str, int]) -> None:
+    async def _load(self, key: Version) -> None:
         """Bring an older version in; those who ask for it at the same time share the work."""
         if key not in self._loads:
             self._loads[key] = asyncio.create_task(self._fetch_and_hold(key), name=f"loading {self._name(key[1])}")
             self._loads[key].add_done_callback(lambda _: self._loads.pop(key, None))
         await asyncio.shield(self._loads[key])
 
-    async def _fetch_and_hold(self, key: tuple[str, int]) -> str:
+    async def _fetch_and_hold(self, key: Version) -> None:
         incarnation, version = key
         view = self._followed.view
-        ref = view.start_weights if version == 0 else await self._ledger(view.model_id, incarnation, version)
+        try:
+            ref = view.start_weights if version == 0 else await self._ledger(view.model_id, incarnation, version)
+        except HeadraceError as error:
+            raise PolicyNotReadyError(f"the ledger can't be read for {self._name(version)}: {error}") from error
         if ref is None:
             raise NoSuchPolicyError(f"version {version} of model {view.model_id} is not in the ledger")
         wanted = WeightsPublished(
@@ -259,59 +235,13 @@ class ServedModel:
             files=(),
         )
         try:
-            folder = await asyncio.to_thread(self.cache.fetch, wanted)
+            await self._held.take(key, await asyncio.to_thread(self.cache.fetch, wanted))
         except StoreUnavailableError as error:
             raise PolicyNotReadyError(f"the weights of {self._name(version)} can't be reached: {error}") from error
         except StoreError as error:
             raise NoSuchPolicyError(f"the weights of {self._name(version)} are no longer stored: {error}") from error
-        return await self._hold(key, folder)
-
-    async def _hold(self, key: tuple[str, int], folder: Path) -> str:
-        tensors = await asyncio.to_thread(self._engine.read, folder)
-        self._names += 1
-        # The id is in it, since all models share the engine; peft takes no dot in a name.
-        name = f"{key[0]}-v{key[1]}-{self._names}".replace(".", "-")
-        over = self._spare(key) if len(self._held) >= self._keep else None
-        replaced = None if over is None else self._held.pop(over)
-        try:
-            await self._batcher.call(partial(self._engine.hold, name, folder, tensors, replaced))
-        except Exception:
-            if over is not None and replaced is not None:
-                self._held = {over: replaced, **self._held}
-            raise
-        self._held[key] = name
-        self._trim(key)
-        return name
-
-    def _spare(self, besides: tuple[str, int] | None) -> tuple[str, int] | None:
-        """The version that was not used for longest and that nobody needs."""
-        spare = (key for key, name in self._held.items() if key not in {besides, self._current} and name not in self._pins)
-        return next(spare, None)
-
-    def _trim(self, besides: tuple[str, int] | None = None) -> None:
-        while len(self._held) > self._keep and (spare := self._spare(besides)) is not None:
-            self._forget(spare)
-
-    def _forget(self, key: tuple[str, int]) -> None:
-        """Take a version away, at once or when the last request is done with it."""
-        name = self._held.pop(key)
-        if key == self._current:
-            self._current = None
-        if name in self._pins:
-            self._gone.add(name)
-        else:
-            self._batcher.post(partial(self._engine.drop, name))
-
-    def _unpin(self, name: str) -> None:
-        self._pins[name] -= 1
-        if self._pins[name]:
-            return
-        del self._pins[name]
-        if name in self._gone:
-            self._gone.discard(name)
-            self._batcher.post(partial(self._engine.drop, name))
-        else:
-            self._trim()
+        except WeightsMismatchError as error:
+            raise NoSuchPolicyError(f"the weights of {self._name(version)} do not fit this engine's base model: {error}") from error
 
     async def _serve_zero(self, followed: Followed) -> None:
         """Say that version 0 is served."""
@@ -329,6 +259,10 @@ class ServedModel:
             files=(),
         )
         await self._acks.applied(zero, reported=self._name(0), seconds=0.0, served_as=self._name(0))
+
+    def _policy(self, version: int, weights: str | None) -> Policy:
+        view = self._followed.view
+        return Policy(model_id=view.model_id, version=version, weights=weights, switches=view.settings.chat_template_kwargs)
 
     def _name_of(self, published: WeightsPublished) -> str:
         return self._name(published.policy_version)

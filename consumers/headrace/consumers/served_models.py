@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from headrace.consumers.batching import Batcher
+from headrace.consumers.held_versions import HeldVersions
 from headrace.consumers.model_watch import Followed, ModelWatch
 from headrace.consumers.policy_engine import PolicyEngine
 from headrace.consumers.served_model import BASE_DIGEST, NEWS_SECONDS, NoSuchPolicyError, Policy, PolicyNotReadyError, ServedModel
@@ -186,12 +187,10 @@ class ServedModels:
         cache = WeightCache(self._store, self._root / quote(model_id, safe=""), self._keep + 1)
         return ServedModel(
             followed,
-            engine=self._engine,
-            batcher=self._batcher,
+            held=HeldVersions(self._engine, self._batcher, self._keep),
             cache=cache,
             acks=self._acks(model_id),
             ledger=self._weights_in_ledger,
-            keep=self._keep,
         )
 
     def _acks(self, model_id: str) -> EngineAcks:

@@ -1,8 +1,8 @@
 """The routes: `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/health`, `/version`.
 
 Guarantees: nothing of a request is done before all of it was checked; the version that sampled an answer stands in it and in the header
-`x-headrace-policy-version`; a client that goes away frees its rows, and disturbs nobody. Gives up: access control. The engine is an inner
-part: let it listen where only the gateway and your agents reach it.
+`x-headrace-policy-version`; a client that goes away frees its rows, and disturbs nobody. Gives up: access control (the engine is an inner
+part: let it listen where only the gateway and your agents reach it), and a bound on what the base model's chat template takes.
 """
 
 import asyncio
