@@ -1,14 +1,16 @@
 """The groups of a step on their way into the log: lines of datasets become records, large ones as claims in the store.
 
-Guarantees: line by line, with no more in memory than the records themselves (`_INLINE_BYTES` of groups, the rest as claims of half a kB);
-all claims are durable before any record is written. What is evaluated on is not trained on: `evalAutoCarveout` takes one line in ten by
-its SHA-256, at most 50, so the same lines at every step. Gives up: deleting what was staged for a step that was then refused; the bucket's
-lifecycle does. Blocks and computes: not for an event loop.
+Guarantees: line by line, with no more in memory than the records (`_INLINE_BYTES` of groups, the rest as claims of half a kB) and those few
+groups that are being written; all claims are durable before any record is written. What is evaluated on is not trained on:
+`evalAutoCarveout` takes one line in ten by its SHA-256, at most 50, so the same lines at every step. Gives up: deleting what was staged for
+a step that was then refused; the bucket's lifecycle does. Blocks and computes: not for an event loop.
 """
 
 import hashlib
 import uuid
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from headrace.core.group_sets import store_groups
@@ -29,6 +31,8 @@ from headrace.schemas.trajectory import TrajectoryGroup
 
 _INLINE_BYTES = 8 * 1024 * 1024
 """Of all groups of a step together; beyond it they are claims, however small."""
+_WRITERS = 8
+"""Claims that are stored side by side: each waits for the disk, or for S3."""
 _CARVED_OF = 10
 _MOST_CARVED = 50
 
@@ -104,35 +108,46 @@ def _staged(
 ) -> Staged:
     records: list[list[Sealed]] = [[] for _ in training_jobs]
     ids: list[list[str]] = [[] for _ in training_jobs]
-    limit = settings.producer.inline_limit_bytes
+    waiting: deque[tuple[list[Sealed], Future[Sealed]]] = deque()
     inline, size, count = 0, 0, 0
-    for line, group in _groups(data, data.dataset):
-        if _digest(line) in carved:
-            continue
-        size, count = size + len(line), count + 1
-        if count * len(training_jobs) > settings.gateway.max_groups:
-            raise ProblemError(
-                400,
-                f"{data.dataset.name} has more than {count - 1} groups to train on: groups times epochs may be "
-                f"{settings.gateway.max_groups} at most (gateway.max_groups): make several steps of it",
-            )
-        for job_id, job_records, job_groups in zip(training_jobs, records, ids, strict=True):
-            group.job_id, group.group_id = job_id, str(uuid.uuid5(uuid.UUID(job_id), str(count - 1)))
-            record = group_record(
-                group,
-                topics=settings.topic_names,
-                model_id=model_id,
-                lane=lane,
-                store=data.store,
-                encoding="json",  # there are no tokens in it, which the other form is for
-                inline_limit=limit if inline + len(line) < _INLINE_BYTES else 0,
-            )
-            inline += len(record.value or b"")
-            job_records.append(record)
-            job_groups.append(group.group_id)
+    with ThreadPoolExecutor(_WRITERS, thread_name_prefix="headrace-stage") as pool:
+        for line, group in _groups(data, data.dataset):
+            if _digest(line) in carved:
+                continue
+            size, count = size + len(line), count + 1
+            if count * len(training_jobs) > settings.gateway.max_groups:
+                raise ProblemError(
+                    400,
+                    f"{data.dataset.name} has more than {count - 1} groups to train on: groups times epochs may be "
+                    f"{settings.gateway.max_groups} at most (gateway.max_groups): make several steps of it",
+                )
+            for job_id, job_records, job_groups in zip(training_jobs, records, ids, strict=True):
+                group_id = str(uuid.uuid5(uuid.UUID(job_id), str(count - 1)))
+                job_groups.append(group_id)
+                inline += len(line)
+                written = pool.submit(
+                    group_record,
+                    group.model_copy(update={"job_id": job_id, "group_id": group_id}),
+                    topics=settings.topic_names,
+                    model_id=model_id,
+                    lane=lane,
+                    store=data.store,
+                    encoding="json",  # there are no tokens in it, which the other form is for
+                    inline_limit=settings.producer.inline_limit_bytes if inline < _INLINE_BYTES else 0,
+                )
+                waiting.append((job_records, written))
+                if len(waiting) > 2 * _WRITERS:
+                    _take_first(waiting)
+        while waiting:
+            _take_first(waiting)
     if not count:
         raise ProblemError(400, f"{data.dataset.name} has no group to train on")
     return Staged(groups=tuple(map(tuple, records)), group_ids=tuple(map(tuple, ids)), evaluation=evaluation, size=size)
+
+
+def _take_first(waiting: "deque[tuple[list[Sealed], Future[Sealed]]]") -> None:
+    records, written = waiting.popleft()
+    records.append(written.result())
 
 
 def _evaluation(data: StepData) -> tuple[GroupSet | None, frozenset[bytes]]:
