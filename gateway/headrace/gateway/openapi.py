@@ -22,6 +22,7 @@ _STATUSES = {
     408: "the request did not come in whole in time",
     409: "there is one already, or it is in another state",
     413: "too large",
+    415: "compressed, or of a type that is not taken",
     429: "too fast",
     501: "not built",
     503: "Kafka, the object store or an engine does not answer: try again",

@@ -21,6 +21,7 @@ from headrace.gateway.gate import OpenGate
 from headrace.gateway.log_writer import sealed
 from headrace.gateway.problems import FaultError, UnprocessableError
 from headrace.gateway.training_jobs.body import SplitBody, received, split
+from headrace.gateway.training_jobs.described import LogRequest, request_body
 from headrace.gateway.training_jobs.faults import Faults
 from headrace.gateway.training_jobs.groups import read_group
 from headrace.gateway.training_jobs.seen import incarnation, model_of, version_of
@@ -49,7 +50,7 @@ class _Kept:
     size: int
 
 
-@router.post("", openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}})
+@router.post("", openapi_extra=request_body(LogRequest, levels=1))
 async def log(model_id: str, request: Request, caller: KnownCaller, gate: OpenGate) -> Logged:
     """Keep groups of trajectories with a model."""
     body = await received(request)

@@ -19,6 +19,7 @@ from headrace.gateway.job_records import job_records
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.training_jobs.body import SplitBody, received, split
 from headrace.gateway.training_jobs.config import JobConfig, read_config
+from headrace.gateway.training_jobs.described import TrainingJobRequest, request_body
 from headrace.gateway.training_jobs.faults import Faults
 from headrace.gateway.training_jobs.groups import read_group
 from headrace.gateway.training_jobs.identity import Identity, identity_of
@@ -36,7 +37,7 @@ class CreatedJob(BaseModel):
     id: str
 
 
-@router.post("")
+@router.post("", openapi_extra=request_body(TrainingJobRequest))
 async def create_job(request: Request, caller: KnownCaller, gate: OpenGate) -> CreatedJob:
     """Train a model one step on groups of trajectories."""
     body = await received(request)
