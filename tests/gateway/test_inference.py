@@ -24,7 +24,7 @@ from headrace.core.settings import Settings
 from headrace.schemas.base import Record
 from headrace.schemas.envelope import seal
 from headrace.schemas.training import ModelSettings
-from headrace.schemas.weights import WeightsApplied, WeightsPublished
+from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
 
 NAME = "wandb-artifact:///default/tests/agent"
 DIGEST = "0" * 64
@@ -152,6 +152,26 @@ async def test_the_newest_version_answers_and_one_that_is_published_is_waited_fo
         named = await gateway.post("/v1/chat/completions", json=chat() | {"model": f"{NAME}:step0"})
         assert named.json()["policy_version"] == 0
         assert old.asked[-1]["model"] == f"{model_id}@0"
+
+
+async def test_an_engine_that_could_not_take_the_newest_version_answers_with_the_one_before(
+    settings: Settings, gateway: httpx.AsyncClient, model_id: str
+) -> None:
+    async with stand_in() as engine:
+        failed = WeightsFailed(
+            engine_id="e1",
+            model_id=model_id,
+            incarnation="",
+            policy_version=5,
+            digest=DIGEST,
+            error="no space",
+            serving=4,
+            base_url=engine.base_url,
+        )
+        await say(settings, settings.topic_names.weight_acks, "e1", failed)
+        answer = await gateway.post("/v1/chat/completions", json=chat())
+        assert (answer.status_code, answer.json()["policy_version"]) == (200, 4)
+        assert engine.asked[-1]["model"] == f"{model_id}@4"
 
 
 async def test_an_engine_that_is_gone_is_passed_over(settings: Settings, gateway: httpx.AsyncClient, model_id: str) -> None:

@@ -91,8 +91,8 @@ class EngineAcks:
         )
         await self._topic.send(self.engine_id, record, self._event_id(record, "applied"))
 
-    async def failed(self, version: WeightsPublished, error: Exception) -> None:
-        """It could not take it, and goes on with what it has."""
+    async def failed(self, version: WeightsPublished, error: Exception, *, serving: int | None) -> None:
+        """It could not take it, and goes on with what it has: with version `serving`, if that is of this model and incarnation."""
         record = WeightsFailed(
             engine_id=self.engine_id,
             model_id=version.model_id,
@@ -100,6 +100,7 @@ class EngineAcks:
             policy_version=version.policy_version,
             digest=version.digest,
             error=f"{type(error).__name__}: {error}"[:2000],
+            serving=serving,
             base_url=self._base_url,
             deployment=self._deployment,
         )

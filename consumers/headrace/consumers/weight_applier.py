@@ -131,7 +131,9 @@ class WeightApplier:
         engine = self._acks.engine_id
         logger.error("engine %s can't take version %d and stays at %d: %s", engine, target.policy_version, self.version, error)
         self.refused = (target, error)
-        await self._acks.failed(target, error)
+        now = self.published
+        same = now is None or (now.model_id, now.incarnation) == (target.model_id, target.incarnation)
+        await self._acks.failed(target, error, serving=self.version if same else None)
         await self._moved()
 
 

@@ -1,8 +1,9 @@
 """Which engines serve a model's version, from their acks. Pure.
 
 An engine serves version N of model M under the name that its ack says (`served_as`), or `M@N`. Guarantees: acks of another incarnation of
-the model, and of engines that failed, count for nothing; the newest version first, and the engine with the fewest requests first. Gives up:
-whether an engine still lives; who asks finds out, and asks the next one.
+the model, count for nothing, and an engine that could not take the newest version counts with the one that it goes on with; the newest
+version first, and the engine with the fewest requests first. Gives up: whether an engine still lives; who asks finds out, and asks the next
+one.
 """
 
 import re
@@ -85,19 +86,15 @@ def engines_of(tables: Tables, model: ModelView, busy: Mapping[str, int], *, at_
         at_least: The lowest version that counts.
     """
     incarnations = {""} if model.state is None else {"", model.state.incarnation}
-    found = [
-        Served(
-            engine_id=ack.engine_id,
-            base_url=ack.base_url.rstrip("/"),
-            served_as=ack.served_as or f"{model.model_id}@{ack.policy_version}",
-            version=ack.policy_version,
-        )
-        for ack in tables.acks.values()
-        if isinstance(ack, WeightsApplied)
-        and ack.model_id == model.model_id
-        and ack.base_url is not None
+    found: list[Served] = []
+    for ack in tables.acks.values():
         # Version 0 is the same in every incarnation.
-        and ack.incarnation in incarnations
-        and ack.policy_version >= at_least
-    ]
+        if ack.model_id != model.model_id or ack.base_url is None or ack.incarnation not in incarnations:
+            continue
+        # One that could not take the newest goes on with what it has.
+        version = ack.policy_version if isinstance(ack, WeightsApplied) else ack.serving
+        if version is not None and version >= at_least:
+            said = ack.served_as if isinstance(ack, WeightsApplied) else None
+            served_as = said or f"{model.model_id}@{version}"
+            found.append(Served(engine_id=ack.engine_id, base_url=ack.base_url.rstrip("/"), served_as=served_as, version=version))
     return sorted(found, key=lambda served: (-served.version, busy.get(served.engine_id, 0), served.engine_id))

@@ -3,7 +3,7 @@
 Guarantees: what the door warns of and what the step does are one rule. Gives up: whether what a config names exists; the step knows.
 """
 
-from headrace.schemas.training import KL_REFERENCES, TrainConfig
+from headrace.schemas.training import KL_REFERENCES, UPDATE_SIZES, TrainConfig
 
 
 def merged_config(model: TrainConfig, job: TrainConfig | None) -> TrainConfig:
@@ -19,7 +19,7 @@ def merged_config(model: TrainConfig, job: TrainConfig | None) -> TrainConfig:
         if "epsilon_high" in config.model_fields_set and config.epsilon_high is None:
             chosen.setdefault("epsilon_high", None)
     # Where the job says one of several names for a thing, what the model said by another is no longer meant.
-    for names in (("loss_fn", "ppo"), KL_REFERENCES, ("loss_aggregation", "loss_aggregation_constant")):
+    for names in (("loss_fn", "ppo"), KL_REFERENCES, UPDATE_SIZES, ("loss_aggregation", "loss_aggregation_constant")):
         said = [name for name in names if getattr(job, name) is not None]
         for name in names:
             if said and name not in said:

@@ -18,6 +18,8 @@ RateSchedule = Literal["constant", "linear", "cosine"]
 
 # Each names the reference of the KL term, so a config holds at most one of them.
 KL_REFERENCES = ("kl_penalty_reference_step", "kl_penalty_step_lag", "kl_ref_adapter_path", "kl_ref_logprobs")
+# Each says how many rows of a step are one optimizer update.
+UPDATE_SIZES = ("grad_accumulation_sequences", "max_tokens_per_update")
 
 
 # A ratio is at most e^20 = 4.9e8 (`headrace.trainer.loss`): no bound above this does anything, and float32 holds it.
@@ -86,6 +88,12 @@ class TrainConfig(Open):
     grad_accumulation_sequences: int | None = Field(
         default=None, ge=1, description="packed rows of one optimizer update; null: all rows of the step in one update"
     )
+    max_tokens_per_update: int | None = Field(
+        default=None,
+        ge=8,
+        lt=2**31,
+        description="most tokens of the packed rows of one optimizer update, but at least one row a rank; null: all rows of the step",
+    )
     loss_aggregation: LossAggregation | None = Field(
         default=None,
         description="how token losses become one number; a sequence is a rollout, all its histories together. "
@@ -145,6 +153,9 @@ def contradictions(said: Mapping[str, object]) -> list[tuple[tuple[str, ...], st
     loss_fn, ppo = said.get("loss_fn"), said.get("ppo")
     if loss_fn is not None and ppo is not None and (loss_fn == "ppo") != ppo:
         found.append((("loss_fn", "ppo"), f"loss_fn={loss_fn!r} contradicts ppo={ppo}: give one of them"))
+    sizes = tuple(name for name in UPDATE_SIZES if said.get(name) is not None)
+    if len(sizes) > 1:
+        found.append((sizes, f"{' and '.join(sizes)} exclude each other, each says how large an update is: give one of them"))
     references = tuple(name for name in KL_REFERENCES if said.get(name) is not None)
     if len(references) > 1:
         message = f"{' and '.join(references)} exclude each other, each names the reference of the KL term: give one of them"

@@ -85,6 +85,8 @@ class WeightsFailed(Record):
     policy_version: int
     digest: str
     error: str
+    serving: int | None = None
+    """The version of this model (and incarnation) that it goes on with; null: none, or it does not know."""
     base_url: str | None = None
     deployment: str | None = None
     failed_at: datetime = Field(default_factory=utc_now)
