@@ -222,6 +222,7 @@ async def test_wrong_content_never_reaches_the_engine_and_the_next_version_does(
         _, ack = await acks()
         assert isinstance(ack, WeightsFailed)
         assert ack.policy_version == 2
+        assert ack.serving == 1
         assert file.name in ack.error
         assert subscriber.version == 1
         await trainer.publish(3)
