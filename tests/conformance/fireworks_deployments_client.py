@@ -141,6 +141,16 @@ def hot_loads_a_snapshot(api: Fireworks, manager: DeploymentManager) -> None:
     held("a snapshot is hot-loaded, and the deployment warms up")
 
 
+def serves_on_after_the_job(api: Fireworks, manager: DeploymentManager) -> None:
+    api.reinforcement_fine_tuning_steps.delete(JOB)
+    loaded = api.lora.load(model="loads-2", deployment=DEPLOYMENT, replace_merged_addon=True)
+    assert loaded.name is not None
+    at = loaded.name.rpartition("/")[2]
+    until("the adapter", lambda: api.lora.get(at), lambda one: one.state == "DEPLOYED")
+    assert manager.warmup(name("models", "loads-2"), max_retries=2, retry_interval_s=1)
+    held("a model outlives its job")
+
+
 def attaches_to_another_trainer(api: Fireworks, manager: DeploymentManager) -> None:
     other = "loads-other"
     api.reinforcement_fine_tuning_steps.create(rlor_trainer_job_id=other, keep_alive=True, training_config={"base_model": BASE_MODEL})
@@ -159,8 +169,7 @@ def attaches_to_another_trainer(api: Fireworks, manager: DeploymentManager) -> N
     manager.scale_to_zero(DEPLOYMENT)
     manager.delete(DEPLOYMENT)
     assert manager.get(DEPLOYMENT) is None
-    for job in (JOB, other):
-        api.reinforcement_fine_tuning_steps.delete(job)
+    api.reinforcement_fine_tuning_steps.delete(other)
     held("it is scaled to zero and deleted")
 
 
@@ -170,6 +179,7 @@ def main() -> None:
     makes_a_deployment(api, manager)
     loads_a_lora(api)
     hot_loads_a_snapshot(api, manager)
+    serves_on_after_the_job(api, manager)
     attaches_to_another_trainer(api, manager)
     print("all held", flush=True)
 

@@ -288,6 +288,20 @@ async def test_an_engine_of_a_deployment_serves_what_it_is_asked_to_load_until_t
         await ask(engine, model_id, 404)
 
 
+async def test_an_engine_of_a_deployment_serves_what_it_is_asked_to_load_though_its_job_was_deleted(acks, site):
+    model_id = await site.create(uuid.uuid4().hex)
+    await site.take_up(model_id)
+    published = await site.publish(model_id, 2, adapter(site.base, site.new_folder() / "2", 2))
+    await site.fact(
+        deployed_model_key("default", "gone"),
+        DeployedModel(account="default", deployment="grey", published=published, id="gone", model="m", owner="me"),
+    )
+    await site.delete(model_id)
+    async with running(site, engine_id="g", deployment="grey") as engine:
+        await acks.of(f"g:{model_id}", applied(2))
+        assert (await ask(engine, model_id))["policy_version"] == 2
+
+
 async def test_models_of_another_base_model_are_left_alone(engine, site):
     wanted = ModelSettings.model_validate({"base_model": "other"})
     other = (await create_model(site.settings, project="p", name=uuid.uuid4().hex, model=wanted)).model_id

@@ -1,6 +1,7 @@
 """Which models an engine should serve, and the latest version of each: `models`, `commands` and `weights`, followed by one consumer.
 
-An engine of a deployment follows `gateway` too: requests to load a version there count like published versions that name the deployment.
+An engine of a deployment follows `gateway` too: requests to load a version there count like published versions that name the deployment,
+and what is requested is served even where its model was deleted: the name of a version outlives the job that made it.
 
 Guarantees: a model is seen as soon as the command that creates it is in the log, also with no worker alive; nothing is said before all that
 was written at the start has been read, so an engine that starts late goes to the latest versions only; it lives through broker outages.
@@ -176,11 +177,17 @@ class ModelWatch:
         return max(of_now, key=lambda published: published.policy_version, default=None)
 
     def _concerns(self, view: ModelView, published: WeightsPublished | None) -> bool:
-        if view.settings.base_model != self._base_model or view.status in {"deleting", "deleted"}:
+        if view.settings.base_model != self._base_model:
+            return False
+        if view.status in {"deleting", "deleted"} and not self._is_requested(view):
             return False
         if self._deployment is not None and published is None:
             return False
         return not self._wanted or view.model_id in self._wanted
+
+    def _is_requested(self, view: ModelView) -> bool:
+        wanted = (view.model_id, _incarnation(view))
+        return any((request.model_id, request.incarnation) == wanted for request in self._requests.values())
 
     async def _tell_when_caught_up(self) -> None:
         await self.caught_up.wait()

@@ -14,7 +14,6 @@ from pydantic import Field
 from headrace.gateway.gate import OpenGate
 from headrace.gateway.log_writer import Sealed, sealed
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.dataset_facts import FAILED_PRECONDITION
 from headrace.gateway.rlor.deployed_facts import Deployed, DeployedState, deployed, deployed_of
 from headrace.gateway.rlor.deployment_facts import find_deployment
 from headrace.gateway.rlor.lists import Asked, listed
@@ -22,7 +21,7 @@ from headrace.gateway.rlor.masks import ReadMask, answered
 from headrace.gateway.rlor.model_facts import find_model
 from headrace.gateway.rlor.names import OwnAccount, id_in, name_of
 from headrace.gateway.rlor.wire import Empty, Status, Timestamp, Wire
-from headrace.gateway.tables import Tables, is_model
+from headrace.gateway.tables import Tables
 from headrace.schemas.base import utc_now
 from headrace.schemas.deployments import DeployedModel, deployed_model_key
 
@@ -82,8 +81,6 @@ async def load_model(
     model = find_model(tables, account, id_in(account, "models", body.model, "model"))
     on = find_deployment(tables, account, id_in(account, "deployments", body.deployment, "deployment"))
     version = model.version()
-    if not is_model(model.view):
-        raise ProblemError(400, f"{model.name} can't be loaded: its job {model.alias.job} was deleted", code=FAILED_PRECONDITION)
     if version.base_model != on.fact.base_model:
         raise ProblemError(400, f"model: {model.name} is of base model {version.base_model}, {on.name} of {on.fact.base_model}")
     if on.fields.enable_hot_reload_latest_addon and not replace_merged_addon:
