@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 import uvicorn
 
 from headrace.core.settings import BaseModelEntry, GatewaySettings, KafkaSettings, Settings, StoreSettings, TopicSettings
@@ -59,5 +60,14 @@ async def settings(kafka: str, topic_prefix: str, tmp_path: Path) -> Settings:
 @pytest.fixture
 async def gateway(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway without tokens."""
+    async with running(settings) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_gateway(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway for a whole file, whose tests then run in the module's loop; each makes a model of its own."""
+    settings = gateway_settings(kafka, f"t{uuid.uuid4().hex[:10]}.", tmp_path_factory.mktemp("gateway"))
+    await apply(settings)
     async with running(settings) as client:
         yield client

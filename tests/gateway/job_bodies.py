@@ -1,6 +1,7 @@
 """Bodies of training jobs, as clients of the hosted API send them."""
 
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ def placeholder() -> dict[str, Any]:
     return found
 
 
-async def make_model(http: httpx.AsyncClient, name: str = "agent", **fields: Any) -> str:
-    """A model's id."""
+async def make_model(http: httpx.AsyncClient, name: str | None = None, **fields: Any) -> str:
+    """A model's id; one of its own unless a name is given."""
+    name = f"agent-{uuid.uuid4().hex[:8]}" if name is None else name
     body = {"entity": None, "project": "tests", "name": name, "base_model": "tiny", "return_existing": True, **fields}
     answer = await http.post("/v1/preview/models", json=body)
     assert answer.status_code == 200, answer.text

@@ -11,7 +11,6 @@ from tests.gateway.test_training_jobs_submit import JOBS
 
 from headrace.core.jobs import ask
 from headrace.core.settings import Settings
-from headrace.gateway.access import Pace
 from headrace.gateway.gate import Gate
 from headrace.schemas.jobs import JobState
 
@@ -20,7 +19,7 @@ from headrace.schemas.jobs import JobState
 async def lane(settings: Settings) -> AsyncIterator[LaneDouble]:
     """Who writes as a worker would."""
     other = settings.model_copy(update={"gateway": settings.gateway.model_copy(update={"instance": "lane"})})
-    async with Gate(other, Pace(6000)) as gate:
+    async with Gate(other) as gate:
         yield LaneDouble(gate)
 
 
@@ -89,7 +88,7 @@ async def test_a_model_that_is_stopped_takes_no_job_and_says_why(gateway: httpx.
 
 
 async def test_a_deleted_checkpoint_can_not_be_asked_for_by_name(gateway: httpx.AsyncClient, lane: LaneDouble) -> None:
-    model = await make_model(gateway)
+    model = await make_model(gateway, "agent")
     await lane.take_up(model)
     await lane.train(await submitted(gateway, model))
     await gateway.request("DELETE", f"/v1/preview/models/{model}/checkpoints", json={"steps": [0]})

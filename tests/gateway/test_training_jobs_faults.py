@@ -6,21 +6,22 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from tests.gateway.conftest import running
 from tests.gateway.job_bodies import choice, faults, group, job, make_model, placeholder, trajectory
 from tests.gateway.test_training_jobs_submit import JOBS, in_the_log
 
-from headrace.core.settings import Settings
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GROUPS = "body.trajectory_groups"
 CONFIG = "body.experimental_config"
 
 
 async def test_the_placeholder_body_is_refused_with_the_name_of_each_field_that_has_no_fitting_value(
-    gateway: httpx.AsyncClient, settings: Settings
+    shared_gateway: httpx.AsyncClient,
 ) -> None:
-    model = await make_model(gateway)
-    found = faults(await gateway.post(JOBS, json={**placeholder(), "model_id": model}))
+    model = await make_model(shared_gateway)
+    found = faults(await shared_gateway.post(JOBS, json={**placeholder(), "model_id": model}))
     assert set(found) == {
         f"{CONFIG}.advantage_balance",
         f"{CONFIG}.kl_penalty_reference_step",
@@ -33,17 +34,19 @@ async def test_the_placeholder_body_is_refused_with_the_name_of_each_field_that_
         f"{GROUPS}.0.trajectories.0.final_policy_version",
     }
     assert "exclude each other" in found[f"{CONFIG}.kl_penalty_step_lag"]
-    assert await in_the_log(settings) == []
+    assert await in_the_log(shared_gateway.gate.settings, model) == []  # type: ignore[attr-defined]
 
 
-async def test_all_faults_of_all_groups_are_told_at_once(gateway: httpx.AsyncClient) -> None:
-    model = await make_model(gateway)
+async def test_all_faults_of_all_groups_are_told_at_once(shared_gateway: httpx.AsyncClient) -> None:
+    model = await make_model(shared_gateway)
     bad = group()
     bad["trajectories"][0]["reward"] = "high"
     bad["trajectories"][1]["messages_and_choices"][1]["logprobs"]["content"][0]["logprob"] = "low"
     worse = group(exceptions=[{"message": "boom"}])
     worse["trajectories"][0]["messages_and_choices"] += [{"role": "robot", "content": "x"}, choice([1], token_ids=[1, 2])]
-    found = faults(await gateway.post(JOBS, json=job(model, group(), bad, worse, config={"epsilon": -1, "ppo": True, "loss_fn": "cispo"})))
+    found = faults(
+        await shared_gateway.post(JOBS, json=job(model, group(), bad, worse, config={"epsilon": -1, "ppo": True, "loss_fn": "cispo"}))
+    )
     assert set(found) == {
         f"{GROUPS}.1.trajectories.0.reward",
         f"{GROUPS}.1.trajectories.1.messages_and_choices.1.logprobs.content.0.logprob",
@@ -57,13 +60,13 @@ async def test_all_faults_of_all_groups_are_told_at_once(gateway: httpx.AsyncCli
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-async def test_what_is_no_number_is_refused_with_its_place(gateway: httpx.AsyncClient, number: str) -> None:
-    model = await make_model(gateway)
+async def test_what_is_no_number_is_refused_with_its_place(shared_gateway: httpx.AsyncClient, number: str) -> None:
+    model = await make_model(shared_gateway)
     body = job(model, group(), group(1, metadata={'a "key": [1,': "@"}), group(2))
     body["trajectory_groups"][1]["trajectories"][1]["reward"] = "@"
     text = copy.deepcopy(body)
     sent = httpx.Request("POST", "http://x", json=text).content.decode().replace('"@"', number)
-    found = faults(await gateway.post(JOBS, content=sent))
+    found = faults(await shared_gateway.post(JOBS, content=sent))
     assert f"{GROUPS}.1.trajectories.1.reward" in found
     assert len(found) == 2
     assert all("NaN or infinity" in message for message in found.values())
@@ -81,8 +84,8 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("content", "place"), BAD)
-async def test_what_is_no_job_is_refused_whatever_it_is(gateway: httpx.AsyncClient, content: bytes, place: str) -> None:
-    assert place in faults(await gateway.post(JOBS, content=content))
+async def test_what_is_no_job_is_refused_whatever_it_is(shared_gateway: httpx.AsyncClient, content: bytes, place: str) -> None:
+    assert place in faults(await shared_gateway.post(JOBS, content=content))
 
 
 OTHERS: list[tuple[dict[str, Any], str, str]] = [
@@ -95,51 +98,54 @@ OTHERS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("config", "place", "message"), OTHERS)
-async def test_a_config_is_judged_with_its_model(gateway: httpx.AsyncClient, config: dict[str, Any], place: str, message: str) -> None:
-    found = faults(await gateway.post(JOBS, json=job(await make_model(gateway), group(), config=config)))
+async def test_a_config_is_judged_with_its_model(
+    shared_gateway: httpx.AsyncClient, config: dict[str, Any], place: str, message: str
+) -> None:
+    found = faults(await shared_gateway.post(JOBS, json=job(await make_model(shared_gateway), group(), config=config)))
     assert list(found) == [place]
     assert message in found[place]
 
 
-async def test_faults_beyond_a_hundred_are_not_listed(gateway: httpx.AsyncClient) -> None:
-    model = await make_model(gateway)
+async def test_faults_beyond_a_hundred_are_not_listed(shared_gateway: httpx.AsyncClient) -> None:
+    model = await make_model(shared_gateway)
     many = {"trajectories": [trajectory("x", [1]) for _ in range(300)]}  # type: ignore[arg-type]
-    found = faults(await gateway.post(JOBS, json=job(model, many)))
+    found = faults(await shared_gateway.post(JOBS, json=job(model, many)))
     assert len(found) == 101
     assert "more faults" in found["body"]
 
 
-async def test_unknown_options_and_those_without_effect_are_warned_of_and_the_job_is_taken(gateway: httpx.AsyncClient) -> None:
-    model = await make_model(gateway)
+async def test_unknown_options_and_those_without_effect_are_warned_of_and_the_job_is_taken(shared_gateway: httpx.AsyncClient) -> None:
+    model = await make_model(shared_gateway)
     config = {"brand_new": 1, "truncated_importance_sampling": 2.0, "kl_penalty_step_lag": 1, "epsilon": None, "epsilon_high": None}
-    job_id = (await gateway.post(JOBS, json=job(model, group(), config=config))).json()["id"]
-    events = (await gateway.get(f"{JOBS}/{job_id}/events")).json()["data"]
+    job_id = (await shared_gateway.post(JOBS, json=job(model, group(), config=config))).json()["id"]
+    events = (await shared_gateway.get(f"{JOBS}/{job_id}/events")).json()["data"]
     assert [event["type"] for event in events] == ["warning"] * 3
     said = [event["data"]["message"] for event in events]
     assert all(any(name in message for message in said) for name in ("brand_new", "truncated_importance_sampling", "kl_penalty_step_lag"))
-    rest = (await gateway.get(f"{JOBS}/{job_id}/events", params={"after": events[0]["id"], "limit": 1})).json()
+    rest = (await shared_gateway.get(f"{JOBS}/{job_id}/events", params={"after": events[0]["id"], "limit": 1})).json()
     assert (rest["data"], rest["has_more"]) == ([events[1]], True)
-    assert faults(await gateway.get(f"{JOBS}/{job_id}/events", params={"after": "what"})).keys() == {"query.after"}
+    assert faults(await shared_gateway.get(f"{JOBS}/{job_id}/events", params={"after": "what"})).keys() == {"query.after"}
 
 
-async def test_recorded_bodies_of_the_real_client_are_taken(gateway: httpx.AsyncClient) -> None:
+async def test_recorded_bodies_of_the_real_client_are_taken(shared_gateway: httpx.AsyncClient) -> None:
     import json  # noqa: PLC0415
 
     from tests.gateway.job_bodies import FIXTURES  # noqa: PLC0415
 
     lines = [json.loads(line) for line in (FIXTURES / "art-client-traffic.jsonl").read_text().splitlines()]
     bodies = [line["body"] for line in lines if line["method"] == "POST" and line["path"].endswith("/training-jobs")]
-    model = await make_model(gateway)
-    answers = [await gateway.post(JOBS, json={**body, "model_id": model}) for body in bodies]
+    model = await make_model(shared_gateway)
+    answers = [await shared_gateway.post(JOBS, json={**body, "model_id": model}) for body in bodies]
     assert [answer.status_code for answer in answers] == [200] * len(bodies), [answer.text for answer in answers]
     assert len(bodies) >= 9
 
 
-@pytest.fixture
-async def small(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
+@pytest_asyncio.fixture(loop_scope="module")
+async def small(shared_gateway: httpx.AsyncClient) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway that takes two groups a job."""
-    few = settings.model_copy(update={"gateway": settings.gateway.model_copy(update={"max_groups": 2})})
-    async with running(few) as http:
+    settings = shared_gateway.gate.settings  # type: ignore[attr-defined]
+    few = settings.gateway.model_copy(update={"max_groups": 2, "instance": "small"})
+    async with running(settings.model_copy(update={"gateway": few})) as http:
         yield http
 
 

@@ -72,7 +72,7 @@ async def test_a_deleted_checkpoint_is_listed_no_more(gateway: httpx.AsyncClient
 
 
 async def test_a_deleted_model_is_gone_for_all_that_names_it_and_can_be_made_anew(gateway: httpx.AsyncClient) -> None:
-    model = await make_model(gateway)
+    model = await make_model(gateway, "agent")
     gone = await gateway.delete(f"{MODELS}/{model}", headers={"content-type": "application/json"})
     assert gone.json() == {"model_id": model, "deleted_checkpoints": 1, "deleted_run": False}
     answers = [
@@ -83,7 +83,7 @@ async def test_a_deleted_model_is_gone_for_all_that_names_it_and_can_be_made_ane
     ]
     assert [answer.status_code for answer in answers] == [404] * 4
     assert all(model in answer.json()["detail"] for answer in answers)
-    assert await make_model(gateway, config={"seed": 5}) == model
+    assert await make_model(gateway, "agent", config={"seed": 5}) == model
 
 
 async def test_logged_groups_are_kept_as_they_were_sent(gateway: httpx.AsyncClient, tmp_path: Path) -> None:

@@ -26,10 +26,12 @@ from headrace.schemas.topics import TRAJECTORY_GROUPS
 JOBS = "/v1/preview/training-jobs"
 
 
-async def in_the_log(settings: Settings) -> list[object]:
-    """What stands in `trajectory-groups`: groups decoded, jobs, claims."""
+async def in_the_log(settings: Settings, model_id: str | None = None) -> list[object]:
+    """What stands in `trajectory-groups`, of all models or of one: groups decoded, jobs, claims."""
     found: list[object] = []
     for record in await read_to_end(client_options(settings.kafka, "test"), settings.topic_names.trajectory_groups):
+        if model_id is not None and record.key != model_id.encode():
+            continue
         headers = header_text(record.headers)
         if headers["content-type"] != "application/json":
             found.append(decode_group(record.value, headers["content-type"]))
@@ -85,8 +87,8 @@ async def test_two_gateways_agree_and_one_that_starts_anew_has_all(kafka: str, t
     await apply(settings)
     other = settings.model_copy(update={"gateway": settings.gateway.model_copy(update={"instance": "other"})})
     async with running(settings) as one, running(other) as two:
-        model = await make_model(one)
-        assert await make_model(two) == model
+        model = await make_model(one, "agent")
+        assert await make_model(two, "agent") == model
         job_id = (await two.post(JOBS, json=job(model, group(), config={"later": 1}), headers={"Idempotency-Key": "k"})).json()["id"]
         assert (await one.post(JOBS, json=job(model, group(), config={"later": 1}), headers={"Idempotency-Key": "k"})).json()[
             "id"
