@@ -205,7 +205,7 @@ async def test_a_job_of_one_step_is_submitted_with_an_epoch_each_and_ends_comple
     assert groups[0].trajectories[0].metrics == {"score": 0, "tone": 1}
     assert groups[0].trajectories[0].reward == 1
     assert first.config is not None
-    assert (first.config.precalculate_logprobs, first.config.grad_accumulation_sequences) == (True, 2)
+    assert (first.config.precalculate_logprobs, first.config.max_tokens_per_update) == (True, 512)
 
     model_id = rlor_model_id("default", "j1")
     await lane.take_up(model_id)

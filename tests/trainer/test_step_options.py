@@ -71,6 +71,23 @@ def test_rows_per_update_that_ranks_cannot_share_are_refused_with_both_numbers(m
         policy_updates(make_plan().groups, options, RowShape(tokens=64, ranks=2, alone=False), 0)
 
 
+def test_an_update_has_as_many_rows_as_its_tokens_allow_and_at_least_one_a_rank(make_plan: Plans):
+    from headrace.trainer.batches import RowShape, policy_updates  # noqa: PLC0415 - next to its use
+    from headrace.trainer.options import resolve  # noqa: PLC0415 - as above
+
+    groups = make_plan().groups
+    for ranks in (1, 2):
+        shape = RowShape(tokens=64, ranks=ranks, alone=False)
+        (whole,) = policy_updates(groups, resolve(TrainConfig(packed_sequence_length=32)), shape, 0)
+        rows = [len(row) for row in whole.rows]
+        for most, count in ((8, len(whole.micro_steps)), (2 * max(rows) * ranks, None), (sum(rows), 1)):
+            options = resolve(TrainConfig(packed_sequence_length=32, max_tokens_per_update=most))
+            updates = policy_updates(groups, options, shape, 0)
+            assert [len(row) for update in updates for row in update.rows] == rows
+            assert all(len(update.micro_steps) == 1 or sum(map(len, update.rows)) <= most for update in updates)
+            assert len(updates) == count or (count is None and 1 < len(updates) < len(whole.micro_steps))
+
+
 def test_the_rate_warms_up_over_the_updates_of_a_models_life(engine: TrainingEngine, make_plan: Plans):
     first = engine.run(make_plan(warmup_updates=3))
     second = engine.run(make_plan(first.key, warmup_updates=3, scalars=first.scalars))

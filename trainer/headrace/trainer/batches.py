@@ -1,9 +1,10 @@
 """From a step's groups to the packed rows of its updates.
 
-A policy-gradient step is one update over all rows, or several of `grad_accumulation_sequences` rows each; supervised fine-tuning is one
-update for each batch of examples in each epoch, in an order drawn from the step's seed. Guarantees: a pure function of (groups, options,
-capacity, ranks, policy version, seed); the coefficients of each update sum to what the whole step's sum to, so several updates weigh
-like one. Gives up: balance between the updates of one step beyond what the order of rows gives.
+A policy-gradient step is one update over all rows, or several: of `grad_accumulation_sequences` rows each, or of as many rows as
+`max_tokens_per_update` holds. Supervised fine-tuning is one update for each batch of examples in each epoch, in an order drawn from the
+step's seed. Guarantees: a pure function of (groups, options, capacity, ranks, policy version, seed); the coefficients of each update sum to
+what the whole step's sum to, so several updates weigh like one. Gives up: balance between the updates of one step beyond what the order of
+rows gives.
 """
 
 import math
@@ -19,6 +20,8 @@ from headrace.trainer.groups import TokenizedGroup, TokenizedTrajectory
 from headrace.trainer.options import KlOptions, LossOptions, StepOptions
 from headrace.trainer.packing import pack
 from headrace.trainer.rows import CreditedSequence, Owner, PackedRow, PackedUpdate
+
+MicroStep = tuple[PackedRow | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +43,32 @@ def policy_updates(groups: Sequence[TokenizedGroup], options: StepOptions, shape
     """
     credits_K = batch_credits(groups, options.advantages, options.aggregation, options.aggregation_constant)
     whole = _pack(groups, credits_K, options.packed_sequence_length, shape, version)
-    rows = options.rows_per_update
-    if rows is None or not whole.micro_steps:
+    rows, tokens = options.rows_per_update, options.tokens_per_update
+    if not whole.micro_steps or (rows is None and tokens is None):
         return [whole] if whole.micro_steps else []
-    if rows % shape.ranks:
+    if rows is None:
+        parts = _of_tokens(whole.micro_steps, tokens or 0)
+    elif rows % shape.ranks:
         raise HeadraceError(f"grad_accumulation_sequences is {rows}, but this world has {shape.ranks} ranks: it must be a multiple of them")
-    size = rows // shape.ranks
-    parts = [whole.micro_steps[first : first + size] for first in range(0, len(whole.micro_steps), size)]
+    else:
+        size = rows // shape.ranks
+        parts = [whole.micro_steps[first : first + size] for first in range(0, len(whole.micro_steps), size)]
     total = _coefficients(whole.rows)
     return [_scaled(replace(whole, micro_steps=part, trajectories=_count(part, whole.owners)), total) for part in parts]
+
+
+def _of_tokens(micro_steps: Sequence[MicroStep], most: int) -> list[tuple[MicroStep, ...]]:
+    """Micro steps in order, as many together as have `most` tokens; one that has more by itself is alone."""
+    parts: list[list[MicroStep]] = []
+    filled = 0
+    for step in micro_steps:
+        tokens = sum(len(row) for row in step if row is not None)
+        if not parts or filled + tokens > most:
+            parts.append([])
+            filled = 0
+        parts[-1].append(step)
+        filled += tokens
+    return [tuple(part) for part in parts]
 
 
 def whole_update(groups: Sequence[TokenizedGroup], options: StepOptions, shape: RowShape, version: int, length: int | None) -> PackedUpdate:

@@ -84,6 +84,8 @@ class StepOptions:
     """Tokens of a packed row; None: as many as the device's budget says."""
     rows_per_update: int | None
     """`grad_accumulation_sequences`; None: all rows of the step in one update."""
+    tokens_per_update: int | None
+    """`max_tokens_per_update`: instead of a number of rows."""
     logprob_chunk: int
     """Positions that go through the vocabulary projection at once."""
     allow_training_without_logprobs: bool
@@ -138,6 +140,7 @@ def resolve(config: TrainConfig) -> StepOptions:
         aggregation_constant=config.loss_aggregation_constant,
         packed_sequence_length=config.packed_sequence_length,
         rows_per_update=config.grad_accumulation_sequences,
+        tokens_per_update=config.max_tokens_per_update,
         logprob_chunk=config.logprob_calculation_chunk_size or 1024,
         allow_training_without_logprobs=bool(config.allow_training_without_logprobs),
         plot_tensors=bool(config.plot_tensors),

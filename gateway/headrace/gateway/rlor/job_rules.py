@@ -148,12 +148,11 @@ def step_config(fields: JobFields, dataset_bytes: int) -> TrainConfig:
     `batchSize` is the most tokens of one update. A dataset of at most so many bytes has at most so many tokens: one update then. Several
     updates need the policy as it was before the first, for the ratio.
     """
-    config = fields.training_config
-    context, batch = config.max_context_length or _CONTEXT, config.batch_size or _BATCH
-    if fields.forward_only or dataset_bytes <= batch:
+    if fields.forward_only:
         return TrainConfig(allow_training_without_logprobs=True)
-    rows = max(1, batch // min(context, batch))
-    return TrainConfig(allow_training_without_logprobs=True, precalculate_logprobs=True, grad_accumulation_sequences=rows)
+    batch = fields.training_config.batch_size or _BATCH
+    several = True if dataset_bytes > batch else None
+    return TrainConfig(allow_training_without_logprobs=True, max_tokens_per_update=batch, precalculate_logprobs=several)
 
 
 def _check_mode(fields: JobFields) -> None:
