@@ -1,4 +1,4 @@
-"""docs/gateway.md and docs/rlor.md against the gateway: every path and every setting stands there."""
+"""docs/gateway.md, docs/rlor.md and docs/rlor-resources.md against the gateway: every path and every setting stands there."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from headrace.gateway.app import openapi_json
 
 DOCS = Path(__file__).parents[2] / "docs"
 GATEWAY = (DOCS / "gateway.md").read_text(encoding="utf-8")
-RLOR = (DOCS / "rlor.md").read_text(encoding="utf-8")
+RLOR = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("rlor.md", "rlor-resources.md"))
 
 
 def test_every_path_outside_the_rlor_api_is_documented() -> None:
