@@ -26,6 +26,11 @@ def test_the_readme_quotes_the_snippet_files(name: str) -> None:
     assert f"```python\n{(ROOT / 'docs' / 'snippets' / f'{name}.py').read_text()}```" in README
 
 
+def test_the_readme_quotes_the_gateways_example() -> None:
+    """`tests/gateway/test_training_jobs_e2e.py` runs it."""
+    assert f"```bash\n{(ROOT / 'docs' / 'snippets' / 'training-job.sh').read_text()}```" in README
+
+
 def test_every_command_of_the_readme_exists() -> None:
     commands = set(re.findall(r"\.venv/bin/headrace ([a-z]+)(?: ([a-z]+))?", README))
     assert len(commands) >= 6

@@ -1,6 +1,7 @@
 """Jobs over HTTP that a real worker trains: what the client reads until the end, and what is there then. One worker for all."""
 
 import asyncio
+import subprocess
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -151,3 +152,20 @@ async def test_a_supervised_job_trains_on_examples_from_the_store(http: httpx.As
     assert [event["type"] for event in events] == ["training_started", "gradient_step", "training_ended"]
     assert events[1]["data"]["updates"] == 2
     assert await steps_of(http, model) == [1, 0]
+
+
+async def test_the_readmes_example_trains_a_step(http: httpx.AsyncClient) -> None:
+    script = (Path(__file__).parents[2] / "docs" / "snippets" / "training-job.sh").read_text()
+    address = str(http.base_url).rstrip("/")
+    assert "http://127.0.0.1:8100" in script
+    script = script.replace("http://127.0.0.1:8100", address)
+    async with asyncio.timeout(120):
+        while True:  # the same key is the same job: it is asked again until a worker has trained it
+            process = await asyncio.create_subprocess_exec("bash", "-euo", "pipefail", "-c", script, stdout=subprocess.PIPE)
+            said = (await process.communicate())[0].decode()
+            assert process.returncode == 0, said
+            if "training_ended" in said:
+                break
+            await asyncio.sleep(0.2)
+    assert "training_failed" not in said
+    assert '"step":1' in said
