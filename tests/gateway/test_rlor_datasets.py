@@ -49,6 +49,8 @@ async def test_a_dataset_is_made_uploaded_read_and_deleted(gateway: httpx.AsyncC
     again = await create(gateway, "d1")
     assert (again.status_code, again.json()["code"], again.headers["x-should-retry"]) == (409, 6, "false")
     assert (await create(gateway, "Bad_Id")).status_code == 400
+    assert (await create(gateway, "d2", exampleCount=str(2**63))).status_code == 400
+    assert (await create(gateway, "d2", displayName=None, exampleCount=None)).json()["displayName"] == ""
 
     content = b"\xef\xbb\xbf" + rl_line(0, 1) + b"\r\n\r\n" + rl_line(1, 0)  # a mark, CRLF, an empty line, no end
     answer = (await upload(gateway, "d1", content)).json()

@@ -80,6 +80,8 @@ class Tables:
     """Of `jobs`, by job id."""
     facts: dict[str, BaseModel] = field(default_factory=dict)
     """Of `gateway`, by key."""
+    kinds: dict[str, dict[str, BaseModel]] = field(default_factory=lambda: defaultdict(dict))
+    """The same by the first part of their keys."""
     steps: dict[str, list[StepEntry]] = field(default_factory=dict)
     """The ledger of each model's latest incarnation, in step order."""
     published: dict[str, WeightsPublished] = field(default_factory=dict)
@@ -136,8 +138,9 @@ class Tables:
                 yield view
 
     def facts_under(self, prefix: str) -> list[BaseModel]:
-        """The gateway's facts whose key begins so, in the order of their keys."""
-        return [self.facts[key] for key in sorted(key for key in self.facts if key.startswith(prefix))]
+        """The gateway's facts whose key begins so (with `<kind>/` at least), in the order of their keys."""
+        of_kind = self.kinds.get(prefix.partition("/")[0], {})
+        return [of_kind[key] for key in sorted(key for key in of_kind if key.startswith(prefix))]
 
     def history(self, model: ModelView) -> list[StepEntry]:
         """The committed steps of a model that lives, in order; none of an incarnation before it."""
@@ -189,10 +192,13 @@ def _document(tables: Tables, record: ConsumerRecord) -> None:
 
 
 def _fact(tables: Tables, record: ConsumerRecord) -> None:
+    key = _key(record)
+    of_kind = tables.kinds[key.partition("/")[0]]
     if record.value is None:
-        tables.facts.pop(_key(record), None)
+        tables.facts.pop(key, None)
+        of_kind.pop(key, None)
     else:
-        tables.facts[_key(record)] = open_kept(record, FACTS)
+        tables.facts[key] = of_kind[key] = open_kept(record, FACTS)
 
 
 def _step(tables: Tables, record: ConsumerRecord) -> None:

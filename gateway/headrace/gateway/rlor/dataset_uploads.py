@@ -10,7 +10,7 @@ import contextlib
 import logging
 import re
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import IO
 
 from fastapi import Request
@@ -38,16 +38,17 @@ async def multipart_file(request: Request) -> AsyncIterator[UploadFile]:
     """The part `file` of a multipart body, all of it in a temporary file.
 
     Raises:
-        ProblemError: 400: there is none, or the body broke off.
+        ProblemError: 400: there is none, or the body broke off; 503: there is no space for it.
     """
+    with _receiving():
+        form = await request.form(max_files=1, max_fields=8)
     try:
-        async with request.form(max_files=1, max_fields=8) as form:
-            file = form.get("file")
-            if not isinstance(file, UploadFile):
-                raise ProblemError(400, "multipart/form-data with one part named `file`, with a file name, is needed")
-            yield file
-    except ClientDisconnect:
-        raise ProblemError(400, "the upload broke off: send it again") from None
+        file = form.get("file")
+        if not isinstance(file, UploadFile):
+            raise ProblemError(400, "multipart/form-data with one part named `file`, with a file name, is needed")
+        yield file
+    finally:
+        await form.close()
 
 
 @contextlib.asynccontextmanager
@@ -55,20 +56,29 @@ async def body_file(request: Request, size: int) -> AsyncIterator[IO[bytes]]:
     """The body as it is, all of it in a temporary file.
 
     Raises:
-        ProblemError: 400: it has another size, or broke off.
+        ProblemError: 400: it has another size, or broke off; 503: there is no space for it.
     """
     received = 0
     with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES) as spool:
-        try:
+        with _receiving():
             async for chunk in request.stream():
                 received += len(chunk)
                 await asyncio.to_thread(spool.write, chunk)
-        except ClientDisconnect:
-            raise ProblemError(400, "the upload broke off: send it again") from None
+            await asyncio.to_thread(spool.seek, 0)
         if received != size:
             raise ProblemError(400, f"the file has {received} bytes, the address is for one of {size}: ask :getUploadEndpoint for another")
-        await asyncio.to_thread(spool.seek, 0)
         yield spool
+
+
+@contextlib.contextmanager
+def _receiving() -> Iterator[None]:
+    try:
+        yield
+    except ClientDisconnect:
+        raise ProblemError(400, "the upload broke off: send it again") from None
+    except OSError as error:
+        logger.error("an upload can't be kept in %s: %s", tempfile.gettempdir(), error)  # noqa: TRY400 - said by its text
+        raise ProblemError(503, f"the gateway has no place for the file while it comes in ({error.strerror}): try again later") from None
 
 
 def file_name_of(text: str | None) -> str:

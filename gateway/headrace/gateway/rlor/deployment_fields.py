@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.wire import Wire
+from headrace.gateway.rlor.wire import Int32, Wire
 
 BucketType = Literal["BUCKET_TYPE_UNSPECIFIED", "MINIO", "S3", "NEBIUS", "FW_HOSTED"]
 Transition = Literal["HOT_LOAD_TRANSITION_TYPE_UNSPECIFIED", "ASYNC", "SYNC"]
@@ -23,14 +23,14 @@ class DeploymentFields(Wire):
     base_model: str = Field(default="", max_length=256)
     display_name: str = Field(default="", max_length=63)
     description: str = Field(default="", max_length=4096)
-    min_replica_count: int | None = Field(default=None, ge=0)
-    max_replica_count: int | None = Field(default=None, ge=0)
+    min_replica_count: Int32 | None = Field(default=None, ge=0)
+    max_replica_count: Int32 | None = Field(default=None, ge=0)
     accelerator_type: str | None = Field(default=None, max_length=64)
-    accelerator_count: int | None = Field(default=None, ge=0)
+    accelerator_count: Int32 | None = Field(default=None, ge=0)
     deployment_shape: str | None = Field(default=None, max_length=256)
     precision: str | None = Field(default=None, max_length=64)
     region: str | None = Field(default=None, max_length=64)
-    max_context_length: int | None = Field(default=None, ge=0)
+    max_context_length: Int32 | None = Field(default=None, ge=0)
     enable_addons: bool = False
     enable_hot_load: bool = False
     enable_hot_reload_latest_addon: bool = False

@@ -1,16 +1,17 @@
 """JSON as the RLOR API speaks it: protojson's conventions.
 
 Guarantees: names come in as camelCase or snake_case and go out as camelCase; 64-bit integers go out as strings and come in as either;
-times are RFC 3339 with `Z`, durations `"1800s"`, enums their names; keys that no model knows are passed over, as are output-only fields.
+times are RFC 3339 with `Z`, durations `"1800s"`, enums their names; null is as if the key were absent; keys that no model knows are passed
+over, as are output-only fields.
 Routes return these models with `response_model_exclude_none=True`: what is not set is not there. Gives up: telling an absent field from
 one with its default value, which protojson does not do either.
 """
 
 import re
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
 from pydantic.alias_generators import to_camel
 
 _DURATION = re.compile(r"^(\d{1,9}(?:\.\d{1,9})?)s$")
@@ -22,6 +23,11 @@ class Wire(BaseModel):
     model_config = ConfigDict(
         alias_generator=to_camel, populate_by_name=True, extra="ignore", allow_inf_nan=False, protected_namespaces=(), frozen=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:  # noqa: ANN401 - raw JSON
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class Empty(Wire):
@@ -58,7 +64,14 @@ def _duration_text(seconds: float) -> str:
     return f"{seconds:.9f}".rstrip("0").rstrip(".") + "s"
 
 
-Int64 = Annotated[int, PlainSerializer(str, return_type=str), WithJsonSchema({"type": "string", "format": "int64"}, mode="serialization")]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+"""A 32-bit integer: a number."""
+Int64 = Annotated[
+    int,
+    Field(ge=-(2**63), lt=2**63),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema({"type": "string", "format": "int64"}, mode="serialization"),
+]
 """A 64-bit integer: a string on the way out."""
 Timestamp = Annotated[datetime, PlainSerializer(rfc3339, return_type=str)]
 """A time."""
