@@ -20,9 +20,6 @@ ART = (
 )
 """Its training half (torch and unsloth) is not needed to call a service: so without its dependencies, and then those that it imports."""
 
-FIREWORKS = (("fireworks-ai==1.2.30",),)
-"""Its training half is in it; what that would need beside is not needed to speak with a gateway."""
-
 FIREWORKS_SDK = (("fireworks-ai[training-sdk]==1.2.30",),)
 """With what its deployment manager imports; no torch."""
 

@@ -1,7 +1,8 @@
-"""The real `fireworks-ai` client against a gateway: run by `test_fireworks.py` in an environment of its own, with the address and a key.
+"""The real `fireworks-ai` client, and its training SDK, against a gateway, a worker and an engine.
 
-Prints a line for each thing that held, and ends with status 1 at the first that did not. Not a word of the client is changed; it validates
-every answer strictly.
+Run by `test_fireworks.py` in an environment of its own, with the address, a key, its account and the name of a base model. Prints a
+line for each thing that held, and ends with status 1 at the first that did not. Not a word of the client is changed; it validates every
+answer strictly.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import fireworks
 from fireworks import Fireworks
+from fireworks.training.sdk.trainer import TrainerJobConfig, TrainerJobManager
 
 ADDRESS, KEY, ACCOUNT, BASE_MODEL = sys.argv[1:5]
 STEPS = 3
@@ -239,6 +241,24 @@ def scores_without_training_and_trains_against_it(api: Fireworks) -> None:
     held("forwardOnly writes log-probabilities, and another job trains against them")
 
 
+def speaks_with_the_training_sdk(api: Fireworks) -> None:
+    manager = TrainerJobManager(api_key=KEY, base_url=ADDRESS)
+    assert manager.account_id == ACCOUNT
+    assert manager.try_get("nobody") is None
+    assert manager.get("keep")["state"] == "JOB_STATE_RUNNING"
+    rows = manager.list_checkpoints("keep")
+    assert [row["name"] for row in rows] == [f"{name('rlorTrainerJobs', 'keep')}/checkpoints/keep-v{n + 1}" for n in range(STEPS)], rows
+    assert all(row["promotable"] for row in rows)
+    base = f"accounts/fireworks/models/{BASE_MODEL}"
+    promoted = manager.promote_checkpoint(name=rows[0]["name"], output_model_id="best", base_model=base)
+    assert (promoted["state"], promoted["kind"]) == ("READY", "HF_PEFT_ADDON"), promoted
+    assert api.models.get("best").state == "READY"
+    held("the training SDK lists and promotes checkpoints")
+    service = TrainerJobConfig(base_model=base, max_context_length=64, accelerator_type="NVIDIA_H100_80GB")
+    refused(Exception, lambda: manager.create(service), "serviceMode is not built yet")
+    held("its service mode is refused at once, with the reason")
+
+
 def speaks_with_either_client(api: Fireworks) -> None:
     wrong = Fireworks(api_key="nobody", account_id=ACCOUNT, base_url=ADDRESS, max_retries=0)
     refused(fireworks.AuthenticationError, wrong.reinforcement_fine_tuning_steps.list, "401")
@@ -253,6 +273,7 @@ def main() -> None:
     asks_all_there_is_of_a_job(api)
     runs_a_job_of_one_step_and_goes_on_from_it(api)
     scores_without_training_and_trains_against_it(api)
+    speaks_with_the_training_sdk(api)
     api.reinforcement_fine_tuning_steps.delete("keep")
     print("all held", flush=True)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.conformance.clients import FIREWORKS, client_python, run_client
+from tests.conformance.clients import FIREWORKS_SDK, client_python, run_client
 from tests.conformance.conftest import Site
 
 
@@ -12,7 +12,7 @@ from tests.conformance.conftest import Site
 def test_the_client_of_the_rlor_api_works_unmodified_over_three_steps(site: Site, tmp_path: Path) -> None:
     script = Path(__file__).with_name("fireworks_client.py")
     said = run_client(
-        client_python("fireworks", FIREWORKS), script, site.address, site.key, site.account, "tiny", seconds=500, cwd=tmp_path
+        client_python("fireworks-sdk", FIREWORKS_SDK), script, site.address, site.key, site.account, "tiny", seconds=500, cwd=tmp_path
     )
     print(said)  # noqa: T201 - pytest shows it with a failure, `make conformance` always
     assert said.endswith("all held\n")

@@ -143,7 +143,7 @@ async def test_a_keep_alive_job_lives_from_pending_through_its_steps_to_its_dele
         resumed = await gateway.post(f"{JOBS}/job-1:resume")
         assert (resumed.status_code, resumed.json()["state"], resumed.json()["steps"]) == (200, "JOB_STATE_RUNNING", 2)
         listed = (await gateway.get(f"{JOBS}/job-1/checkpoints", params={"pageSize": 200})).json()
-        assert [row["name"] for row in listed["checkpoints"]] == ["accounts/default/checkpoints/job-1-v1"]
+        assert [row["name"] for row in listed["checkpoints"]] == ["accounts/default/rlorTrainerJobs/job-1/checkpoints/job-1-v1"]
         assert listed["checkpoints"][0]["checkpointType"] == "CHECKPOINT_TYPE_INFERENCE_LORA"
         assert listed["checkpoints"][0]["promotable"] is True
         promotion = {"output_model": "accounts/default/models/best", "trainer_job_id": job["name"], "async_promotion": True}

@@ -1,7 +1,8 @@
 """Checkpoints of an RLOR job: the versions of its model, oldest first; and `:promote`, which gives one a name as an output model.
 
-A checkpoint is named `accounts/<account>/checkpoints/<job>-v<version>`. Guarantees: also those of a deleted job are listed and can be
-promoted, for as long as it is known; promoting is done when it is answered. Gives up: downloading them; the weights are in the store.
+A checkpoint is named `accounts/<account>/rlorTrainerJobs/<job>/checkpoints/<job>-v<version>`; its last part is enough to promote it.
+Guarantees: also those of a deleted job are listed and can be promoted, for as long as it is known; promoting is done when it is answered.
+Gives up: downloading them; the weights are in the store.
 """
 
 import re
@@ -122,7 +123,7 @@ def _versions(tables: Tables, job: Job) -> list[StepEntry]:
 
 def _shown(job: Job, entry: StepEntry) -> Checkpoint:
     return Checkpoint(
-        name=name_of(job.fact.account, "checkpoints", f"{job.fact.id}-v{entry.step}"),
+        name=f"{job.name}/checkpoints/{job.fact.id}-v{entry.step}",
         create_time=entry.committed_at,
         update_time=entry.committed_at,
         checkpoint_type=_kind(job, "CHECKPOINT_TYPE_INFERENCE_LORA", "CHECKPOINT_TYPE_INFERENCE_BASE"),
