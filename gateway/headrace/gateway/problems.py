@@ -24,6 +24,8 @@ _RLOR = ("/v1/accounts", "/training/", "/hot_load/", "/v1/models/hot_load")
 _INFERENCE = ("/v1/chat", "/v1/completions", "/inference/")
 # google.rpc.Code by HTTP status.
 _CODES = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 412: 9, 413: 11, 422: 3, 425: 9, 429: 8, 499: 1, 500: 13, 501: 12, 503: 14, 504: 4}
+FAILED_PRECONDITION = 9
+"""gRPC's code for what is not possible now; in answers with status 400."""
 _OPENAI_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

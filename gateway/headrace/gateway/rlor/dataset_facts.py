@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.gateway.problems import ProblemError
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.names import id_in, name_of
 from headrace.gateway.tables import Tables
 from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, dataset_files_prefix, dataset_key
-
-FAILED_PRECONDITION = 9
-"""gRPC's code, in answers with status 400."""
 
 
 @dataclass(frozen=True, slots=True)

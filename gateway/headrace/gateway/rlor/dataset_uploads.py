@@ -20,8 +20,8 @@ from starlette.requests import ClientDisconnect
 from headrace.core.store import StoreError
 from headrace.gateway.gate import Gate
 from headrace.gateway.log_writer import Sealed, sealed
-from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.dataset_facts import FAILED_PRECONDITION, Dataset, find_dataset
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
+from headrace.gateway.rlor.dataset_facts import Dataset, find_dataset
 from headrace.gateway.rlor.dataset_files import delete_files, take_in
 from headrace.gateway.rlor.dataset_lines import DatasetFaultError
 from headrace.schemas.base import utc_now

@@ -14,9 +14,8 @@ from fastapi.responses import JSONResponse
 
 from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.log_writer import Sealed, sealed
-from headrace.gateway.problems import ProblemError
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.bodies import object_of, read_as
-from headrace.gateway.rlor.dataset_facts import FAILED_PRECONDITION
 from headrace.gateway.rlor.deployed_facts import deployed_of
 from headrace.gateway.rlor.deployment_facts import Deployment, deployment_of, deployments_of, find_deployment, replicas_of
 from headrace.gateway.rlor.deployment_fields import DeploymentFields, check_fields

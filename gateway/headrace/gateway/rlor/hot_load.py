@@ -13,8 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.gateway.access import KnownCaller
 from headrace.gateway.gate import OpenGate
 from headrace.gateway.log_writer import sealed
-from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.dataset_facts import FAILED_PRECONDITION
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.deployment_facts import Deployment, LoadTarget, Replica, find_deployment, load_target, replicas_of
 from headrace.gateway.rlor.names import PROJECT
 from headrace.gateway.rlor.snapshots import find_snapshot, identity_of

@@ -12,7 +12,7 @@ from datetime import datetime
 from weakref import WeakValueDictionary
 
 from headrace.gateway.gate import Gate
-from headrace.gateway.problems import ProblemError
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.job_fields import JobFields
 from headrace.gateway.rlor.job_state import Standing, is_gone, standing
 from headrace.gateway.rlor.names import name_of
@@ -21,7 +21,6 @@ from headrace.schemas.base import utc_now
 from headrace.schemas.rlor import RlorJob, rlor_job_key
 
 KIND = "rlorTrainerJobs"
-FAILED_PRECONDITION = 9
 _changing: WeakValueDictionary[tuple[int, str, str], asyncio.Lock] = WeakValueDictionary()
 
 

@@ -11,9 +11,9 @@ from pydantic import Field
 from headrace.core.lanes import lane_of
 from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.log_writer import Sealed, sealed
-from headrace.gateway.problems import ProblemError
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.bodies import object_of, read_as
-from headrace.gateway.rlor.job_facts import FAILED_PRECONDITION, Job, changing, find_job
+from headrace.gateway.rlor.job_facts import Job, changing, find_job
 from headrace.gateway.rlor.job_state import step_views
 from headrace.gateway.rlor.names import OwnAccount, id_in
 from headrace.gateway.rlor.shown_job import RlorTrainerJob, shown

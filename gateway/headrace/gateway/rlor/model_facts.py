@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from headrace.core.model_views import ModelView
-from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.dataset_facts import FAILED_PRECONDITION
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.names import name_of
 from headrace.gateway.tables import StepEntry, Tables
 from headrace.schemas.jobs import JobState
@@ -95,13 +94,13 @@ def models_of(tables: Tables, account: str) -> list[NamedModel]:
 
 def step_of(tables: Tables, alias: ModelAlias) -> StepEntry | None:
     """The step that made what a name stands for; None: not committed, or no longer known."""
-    for entry in reversed(tables.steps.get(alias.model_id, [])):
-        if alias.training_job is not None:
-            if entry.job_id == alias.training_job:
-                return entry
-        elif entry.step == alias.version and entry.committed_at <= alias.created_at:
-            return entry
-    return None
+    entries = reversed(tables.steps.get(alias.model_id, []))
+    if alias.training_job is not None:
+        return next((entry for entry in entries if entry.job_id == alias.training_job), None)
+    view = tables.model(alias.model_id)
+    if view is None or view.created_at > alias.created_at:
+        return None  # the job was made anew since: its versions are others
+    return next((entry for entry in entries if entry.step == alias.version), None)
 
 
 def _named(tables: Tables, alias: ModelAlias) -> tuple[NamedModel | None, str]:

@@ -12,8 +12,7 @@ from fastapi.responses import JSONResponse
 from headrace.gateway.access import KnownCaller
 from headrace.gateway.gate import OpenGate
 from headrace.gateway.log_writer import Sealed
-from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.dataset_facts import FAILED_PRECONDITION
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.deployed_facts import DeployedState, deployed_of
 from headrace.gateway.rlor.lists import Asked, listed
 from headrace.gateway.rlor.masks import ReadMask, answered

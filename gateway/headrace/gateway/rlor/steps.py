@@ -17,10 +17,10 @@ from headrace.core.settings import S3Settings
 from headrace.gateway.gate import Gate
 from headrace.gateway.job_records import job_records
 from headrace.gateway.log_writer import Sealed, sealed
-from headrace.gateway.problems import ProblemError
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.dataset_facts import ready_dataset
 from headrace.gateway.rlor.deployment_facts import snapshot_folder
-from headrace.gateway.rlor.job_facts import FAILED_PRECONDITION, find_job
+from headrace.gateway.rlor.job_facts import find_job
 from headrace.gateway.rlor.job_fields import JobFields
 from headrace.gateway.rlor.job_rules import reward_weights, step_config
 from headrace.gateway.rlor.names import check_id, id_in, name_of

@@ -6,9 +6,9 @@ under the same id, and has trained since: the ledger of the one before is no lon
 
 from dataclasses import dataclass
 
-from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.job_facts import FAILED_PRECONDITION
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.job_fields import JobFields
+from headrace.gateway.rlor.model_facts import step_of
 from headrace.gateway.rlor.names import id_in, name_of
 from headrace.gateway.tables import Tables
 from headrace.schemas.rlor import RlorJob, rlor_job_key
@@ -39,8 +39,7 @@ def warm_start(tables: Tables, account: str, name: str) -> WarmStart:
     if not isinstance(alias, ModelAlias):
         raise ProblemError(404, f"{_FIELD}: {model} does not exist: name the output model of a job; a base model is a baseModel")
     fact = tables.facts.get(rlor_job_key(account, alias.job))
-    entries = tables.steps.get(alias.model_id, [])
-    entry = next((e for e in entries if (e.job_id == alias.training_job if alias.training_job else e.step == alias.version)), None)
+    entry = step_of(tables, alias)
     if entry is None:
         view = tables.job(alias.training_job) if alias.training_job else None
         if view is not None and not view.final:
