@@ -9,7 +9,9 @@ from headrace.core.settings import Settings
 from headrace.core.topic_admin import apply
 from headrace.gateway.log_view import LogView
 from headrace.gateway.log_writer import LogWriter, sealed
+from headrace.schemas.base import utc_now
 from headrace.schemas.gateway import GatewayJob, job_key
+from headrace.schemas.jobs import JobDocument, JobState
 from headrace.schemas.training import ModelSettings
 
 
@@ -53,3 +55,14 @@ async def test_two_gateways_with_one_name_fence_each_other_and_lose_nothing(kafk
             await write(one, view, settings, f"one-{i}")
             await write(two, view, settings, f"two-{i}")
         assert set((await view.fresh()).facts) == {job_key(f"{who}-{i}") for who in ("one", "two") for i in range(3)}
+
+
+async def test_the_beginning_of_a_job_that_is_written_twice_covers_nothing_that_its_lane_has_said(settings: Settings) -> None:
+    began = JobDocument(job_id="j", model_id="m", state=JobState.PENDING, created_at=utc_now())
+    ended = began.model_copy(update={"state": JobState.COMPLETED, "moves": 2})
+    async with LogView(settings) as view, LogWriter(settings, view) as writer:
+        for document in (began, ended, began):
+            await writer.commit([sealed(document, topic=settings.topic_names.jobs, key="j")], is_in=lambda: True)
+        job = view.tables.job("j")
+        assert job is not None
+        assert job.state is JobState.COMPLETED

@@ -116,6 +116,8 @@ async def write(gate: Gate, submission: Submission) -> None:
         KafkaUnavailableError: nothing was written, or nobody can say; repeating the request is safe.
     """
     job, placed = submission.job, submission.placed
+    if submission.identity.key is not None and job_key(job.job_id) in (await gate.view.fresh()).facts:
+        return  # staging took its time: another gateway had the same request meanwhile, and its document must not be covered
     fact = GatewayJob(
         job_id=job.job_id,
         model_id=placed.model_id,
