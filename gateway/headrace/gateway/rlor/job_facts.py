@@ -21,6 +21,7 @@ from headrace.schemas.base import utc_now
 from headrace.schemas.rlor import RlorJob, rlor_job_key
 
 KIND = "rlorTrainerJobs"
+_AT_ONCE = 50
 _changing: WeakValueDictionary[tuple[int, str, str], asyncio.Lock] = WeakValueDictionary()
 
 
@@ -71,8 +72,11 @@ def find_job(tables: Tables, account: str, job_id: str) -> Job:
     return job_of(tables, fact)
 
 
-def jobs_of(tables: Tables, account: str) -> list[Job]:
-    """All jobs of an account that are not deleted, by name."""
+async def each_job(tables: Tables, account: str) -> AsyncIterator[Job]:
+    """All jobs of an account that are not deleted, by name. Others get their turn between them: there may be thousands."""
     now = utc_now()
-    facts = (fact for fact in tables.facts_under(rlor_job_key(account, "")) if isinstance(fact, RlorJob))
-    return [job_of(tables, fact, now) for fact in facts if fact.deleted_at is None]
+    for number, fact in enumerate(tables.facts_under(rlor_job_key(account, "")), start=1):
+        if isinstance(fact, RlorJob) and fact.deleted_at is None:
+            yield job_of(tables, fact, now)
+        if number % _AT_ONCE == 0:
+            await asyncio.sleep(0)

@@ -5,6 +5,7 @@ repeated by the client's own retry is answered as the first. Unknown keys are ta
 `status.message` names what has no effect. Gives up: `trainingShape`; validations can't be skipped.
 """
 
+import asyncio
 import hashlib
 import re
 import uuid
@@ -21,7 +22,7 @@ from headrace.gateway.log_writer import Sealed, sealed
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.bodies import object_of, read_as
 from headrace.gateway.rlor.deployment_facts import check_own_bucket
-from headrace.gateway.rlor.job_facts import KIND, Job, changing, find_job, jobs_of
+from headrace.gateway.rlor.job_facts import KIND, Job, changing, each_job, find_job
 from headrace.gateway.rlor.job_fields import JobFields, without_effect
 from headrace.gateway.rlor.job_rules import base_model_name, check, filled, model_settings
 from headrace.gateway.rlor.lists import Asked, listed
@@ -89,7 +90,7 @@ async def create_job(
         check_own_bucket(tables, account, fields.hot_load_deployment_id)
         known = _known(tables, account, job_id)
         fact = _fact(gate, tables, caller, fields, job_id=job_id or str(uuid.uuid4()), idle=_idle(raw, fields))
-        if (same := _repeated(tables, fact, known, named=bool(job_id)) if repeated else None) is not None:
+        if (same := await _repeated(tables, fact, known, named=bool(job_id)) if repeated else None) is not None:
             return _answer(same)
         if known is not None:
             raise ProblemError(409, f"{known.name} exists and is JOB_STATE_{known.stands.state}: delete it first, or take another id")
@@ -107,8 +108,8 @@ async def list_jobs(
 ) -> JSONResponse:
     """Jobs of the account, without deleted ones; 50 a page unless asked, 200 at most."""
     tables = await gate.view.fresh()
-    rows = [shown(job) for job in jobs_of(tables, account)]
-    return JSONResponse(listed(rows, RlorTrainerJob, asked, key=KIND, account=account))
+    rows = [shown(job) async for job in each_job(tables, account)]
+    return JSONResponse(await asyncio.to_thread(listed, rows, RlorTrainerJob, asked, key=KIND, account=account))
 
 
 @router.get("/{job_id}", response_model=RlorTrainerJob)
@@ -208,11 +209,18 @@ def _known(tables: Tables, account: str, job_id: str) -> Job | None:
     return None if job.fact.deleted_at is not None else job
 
 
-def _repeated(tables: Tables, fact: RlorJob, known: Job | None, *, named: bool) -> Job | None:
+async def _repeated(tables: Tables, fact: RlorJob, known: Job | None, *, named: bool) -> Job | None:
     """The job that a client's retry means: the one of its id, or without an id an unfinished one that was asked for alike."""
-    there = [known] if known is not None else [] if named else jobs_of(tables, fact.account)
-    alike = (job for job in there if job.fact.request == fact.request and job.fact.owner == fact.owner)
-    return next((job for job in alike if named or not job.stands.completed_at), None)
+
+    def alike(job: Job) -> bool:
+        return job.fact.request == fact.request and job.fact.owner == fact.owner
+
+    if named:
+        return known if known is not None and alike(known) else None
+    async for job in each_job(tables, fact.account):
+        if alike(job) and not job.stands.completed_at:
+            return job
+    return None
 
 
 def _with_deployment(fields: JobFields, deployment_id: str) -> JobFields:
