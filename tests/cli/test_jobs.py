@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaProducer
 
+from headrace.core import jobs
+from headrace.core.commands import lane_states
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
 from headrace.core.models import model_id_of
@@ -54,7 +56,9 @@ def own(kafka: str, topic_prefix: str) -> Callable[..., None]:
     return lambda through, **jobs: asyncio.run(write(through, jobs))
 
 
-def test_jobs_are_listed_shown_paused_resumed_and_cancelled(cli: Headrace, own: Callable[..., None]) -> None:
+def test_jobs_are_listed_shown_paused_resumed_and_cancelled(
+    cli: Headrace, own: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     own(0, ran="FAILED", runs="RUNNING", waits="PENDING")
     table = cli("jobs", "list").out
     assert all(text in table for text in ("ran", MODEL, "FAILED", r"it\x1b[2J broke", "2026-01-02 00:00:00", "RUNNING", "PENDING"))
@@ -69,7 +73,9 @@ def test_jobs_are_listed_shown_paused_resumed_and_cancelled(cli: Headrace, own: 
     own(1, runs="PAUSED")
     assert "state: JOB_STATE_PAUSED\n" in cli("jobs", "show", "runs").out
     assert cli("jobs", "resume", "runs").out == "runs PENDING, to be resumed\n"
-    owner = threading.Timer(0.3, own, [2], {"runs": "PENDING"})
+    waits = threading.Event()
+    monkeypatch.setattr(jobs, "lane_states", lambda *asked: waits.set() or lane_states(*asked))
+    owner = threading.Thread(target=lambda: waits.wait(30) and own(2, runs="PENDING"))
     owner.start()
     again = cli("jobs", "resume", "runs", "--wait")
     owner.join()

@@ -1,7 +1,6 @@
 """`headrace topics` and `headrace models` against the real broker."""
 
 import asyncio
-import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import orjson
 import pytest
 from aiokafka import AIOKafkaProducer
+from tests.cli.owners import once_commanded
 
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
@@ -22,6 +22,7 @@ from headrace.schemas.training import ModelSettings
 
 Headrace = Callable[..., Any]
 LANES = 2
+LANE = lane_of(model_id_of("default", "default", "m"), LANES)
 
 
 @pytest.fixture
@@ -148,16 +149,15 @@ def own(kafka: str, topic_prefix: str) -> Own:
     return lambda through, **changed: asyncio.run(write(through, **changed))
 
 
-def test_wait_ends_when_the_owner_has_written_the_models_state(cli: Headrace, own: Own) -> None:
-    owner = threading.Timer(0.5, own, [10])
-    owner.start()
+def test_wait_ends_when_the_owner_has_written_the_models_state(cli: Headrace, own: Own, kafka: str, topic_prefix: str) -> None:
+    owner = once_commanded(kafka, topic_prefix, LANE, 0, lambda: own(10))
     created = cli("models", "create", "m", "--base-model", "tiny", "--wait", "--json")
     owner.join()
     assert created.code == 0
     assert (created.json["status"], created.json["state"]["model_id"]) == ("active", model_id_of("default", "default", "m"))
 
 
-def test_a_diverged_model_shows_why_and_is_resumed(cli: Headrace, own: Own) -> None:
+def test_a_diverged_model_shows_why_and_is_resumed(cli: Headrace, own: Own, kafka: str, topic_prefix: str) -> None:
     model_id = model_id_of("default", "default", "m")
     assert cli("models", "create", "m", "--base-model", "tiny").code == 0
     own(1, status="diverged", status_detail="step 3: the weights' digest differs")
@@ -170,8 +170,7 @@ def test_a_diverged_model_shows_why_and_is_resumed(cli: Headrace, own: Own) -> N
     own(2, status="diverged", status_detail="it still differs")
     ran = cli("models", "show", "m", "--json")
     assert (ran.json["status"], ran.json["status_detail"]) == ("diverged", "it still differs")
-    owner = threading.Timer(0.5, own, [3], {"status": "active"})
-    owner.start()
+    owner = once_commanded(kafka, topic_prefix, LANE, 2, lambda: own(3, status="active"))
     resumed = cli("models", "resume", "m", "--wait")
     owner.join()
     assert (resumed.code, resumed.out) == (0, f"{model_id} active\n")
