@@ -1,6 +1,7 @@
 """Who may call, how much, and what is answered where something is missing."""
 
 import asyncio
+import contextlib
 import socket
 from pathlib import Path
 
@@ -78,3 +79,43 @@ async def test_without_tokens_no_page_of_another_place_can_call(gateway: httpx.A
         answer = await gateway.get(path, headers=headers)
         assert answer.status_code == 403, headers
         assert "headrace tokens create" in answer.json()["detail"]
+
+
+async def first_line_of_the_answer(http: httpx.AsyncClient, path: str, piece: bytes, *, pause: float) -> tuple[str, int]:
+    """POST without an end, piece by piece, until it is answered; the status line, and how many bytes were taken."""
+    reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+    writer.write(
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    )
+    answer = asyncio.create_task(reader.readline())
+    taken = 0
+    with contextlib.suppress(ConnectionError):  # it may hang up while more is sent
+        while not answer.done():
+            writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+            await writer.drain()
+            taken += len(piece)
+            await asyncio.sleep(pause)
+    line = (await answer).decode()
+    writer.close()
+    return line, taken
+
+
+async def test_of_somebody_without_a_key_no_large_body_is_read(kafka: str, topic_prefix: str, tmp_path: Path) -> None:
+    create_token(tmp_path / "tokens", account="acme", owner="ada")
+    settings = gateway_settings(kafka, topic_prefix, tmp_path, tokens_file=tmp_path / "tokens")
+    await apply(settings)
+    async with running(settings) as http:
+        for path in ("/v1/preview/models", "/v1/accounts/acme/deployments"):
+            said = await http.post(path, content=b" " * 100_000, headers={"content-type": "application/json"})
+            assert said.status_code == 401, path
+            line, taken = await first_line_of_the_answer(http, path, b" " * 50_000, pause=0)
+            assert "401" in line
+            assert taken < 20_000_000  # what lies in buffers
+
+
+async def test_a_body_that_comes_in_drops_is_given_up(kafka: str, topic_prefix: str, tmp_path: Path) -> None:
+    settings = gateway_settings(kafka, topic_prefix, tmp_path, request_timeout_seconds=0.3)
+    await apply(settings)
+    async with running(settings) as http:
+        line, _taken = await first_line_of_the_answer(http, "/v1/preview/training-jobs", b" ", pause=0.02)
+    assert "408" in line

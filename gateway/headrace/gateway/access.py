@@ -11,9 +11,11 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
+from starlette.datastructures import Headers
 
 from headrace.gateway.gate import Gate, gate_of
-from headrace.gateway.problems import ProblemError
+from headrace.gateway.problems import ProblemError, no_key
+from headrace.gateway.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,9 @@ async def identify(request: Request) -> Caller:
     if not gate.tokens.configured:
         _check_local(request)
         return Caller(gate.settings.account, "local")
-    token = _token(request)
+    token = _token(request.headers)
     if token is None:
-        raise ProblemError(
-            401, "no key: send `Authorization: Bearer <token>` or `X-Api-Key: <token>`", headers={"WWW-Authenticate": "Bearer"}
-        )
+        raise no_key()
     stored = gate.tokens.find(token)
     if stored is None:
         raise ProblemError(401, "the key is not one of this gateway's, or was revoked", headers={"WWW-Authenticate": "Bearer"})
@@ -80,11 +80,19 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _token(request: Request) -> str | None:
-    scheme, _, value = request.headers.get("authorization", "").partition(" ")
+def is_known(tokens: Tokens, headers: Headers) -> bool:
+    """Whether a request with these headers is let in, or everybody is."""
+    if not tokens.configured:
+        return True
+    token = _token(headers)
+    return token is not None and tokens.find(token) is not None
+
+
+def _token(headers: Headers) -> str | None:
+    scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and value.strip():
         return value.strip()
-    return request.headers.get("x-api-key") or None
+    return headers.get("x-api-key") or None
 
 
 KnownCaller = Annotated[Caller, Depends(identify)]

@@ -126,6 +126,11 @@ def family_of(path: str) -> Family:
     return "rlor" if path.startswith(_RLOR) else "inference" if path.startswith(_INFERENCE) else "training-jobs"
 
 
+def no_key() -> ProblemError:
+    """A request without a key that is known."""
+    return ProblemError(401, "no key: send `Authorization: Bearer <token>` or `X-Api-Key: <token>`", headers={"WWW-Authenticate": "Bearer"})
+
+
 def answer(path: str, problem: ProblemError) -> JSONResponse:
     """A problem in the shape of the API that `path` belongs to."""
     body: dict[str, Any]

@@ -18,6 +18,7 @@ from headrace.gateway.rlor.tracking import tracking
 from headrace.gateway.tokens import Tokens
 
 _GRACE_SECONDS = 20
+_BACKLOG = 2048
 
 
 class ListenError(HeadraceError):
@@ -51,6 +52,7 @@ def bind(settings: Settings) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen(_BACKLOG)  # from now on, so that who is told the address is not refused
     except OSError as error:
         listener.close()
         raise ListenError(f"can't listen on {host}:{port}: {error.strerror}; set gateway.host and gateway.port") from error
