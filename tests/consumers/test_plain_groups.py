@@ -157,9 +157,9 @@ def test_what_the_short_way_admits_the_long_way_admits_alike(tiny_model: Path, d
         if action == "remove":
             del where[key]
         elif action == "add" and isinstance(where, dict):
-            where[data.draw(st.sampled_from(NAMES))] = data.draw(st.sampled_from([*ODD, "sft", "rl"]))
+            where[data.draw(st.sampled_from(NAMES))] = copy.deepcopy(data.draw(st.sampled_from([*ODD, "sft", "rl"])))
         else:
-            where[key] = data.draw(st.sampled_from(ODD))
+            where[key] = copy.deepcopy(data.draw(st.sampled_from(ODD)))  # the next change may be inside it
     logprobs = data.draw(st.sampled_from([None, [float("nan"), *[-1.0] * 14], [float("inf"), *[-1.0] * 14]]))
     ids = data.draw(st.sampled_from([None, [31] * 15, [32] * 15, [-1] * 15, list(range(14))]))
     versions = data.draw(st.sampled_from([None, [3] * 15, [-1] * 15, [-1, *[3] * 14]]))
