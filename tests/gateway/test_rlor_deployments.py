@@ -10,8 +10,9 @@ from tests.gateway.rlor_calls import ACCOUNT, JOBS, create, dataset, keep_alive
 
 from headrace.core.settings import Settings
 from headrace.gateway.gate import Gate
+from headrace.gateway.log_writer import sealed
 from headrace.gateway.rlor.names import rlor_model_id
-from headrace.schemas.deployments import DeployedModel, HotLoad
+from headrace.schemas.deployments import DeployedModel, DeploymentFact, HotLoad, deployment_key
 from headrace.schemas.jobs import JobState
 from headrace.schemas.rlor import RlorJob, rlor_job_key
 
@@ -106,6 +107,17 @@ async def test_a_deployment_is_ready_when_an_engine_of_it_says_so(gateway: httpx
     assert (await gateway.delete(f"{DEPLOYMENTS}/dep-1", params={"ignoreChecks": "true", "hard": "true"})).json() == {}
     assert (await gateway.get(f"{DEPLOYMENTS}/dep-1")).status_code == 404
     assert (await gateway.delete(f"{DEPLOYMENTS}/dep-1")).status_code == 404
+
+
+async def test_a_deployment_that_another_account_has_is_neither_made_nor_named(gateway: httpx.AsyncClient, gate: Gate, settings: Settings):
+    theirs = DeploymentFact(account="umbrella", id="dep-1", owner="eve", base_model="tiny", request={"baseModel": "tiny"})
+    key = deployment_key("umbrella", "dep-1")
+    await gate.writer.commit([sealed(theirs, topic=settings.topic_names.gateway, key=key)], is_in=lambda: key in gate.view.tables.facts)
+    made = await deploy(gateway, "dep-1")
+    assert (made.status_code, made.headers["x-should-retry"]) == (409, "false")
+    for field in ("rolloutDeploymentName", "hotLoadDeploymentId"):
+        assert (await create(gateway, "mine", keep_alive(**{field: "dep-1"}))).status_code == 404
+    assert (await gateway.get(f"{DEPLOYMENTS}/dep-1")).status_code == 404
 
 
 async def test_a_deployment_has_a_bucket_of_its_own_or_its_trainers(gateway: httpx.AsyncClient, gate: Gate):

@@ -87,6 +87,14 @@ def find_deployment(tables: Tables, account: str, deployment: str) -> Deployment
     return deployment_of(fact)
 
 
+def is_of_another(tables: Tables, account: str, deployment: str) -> bool:
+    """Whether another account has a deployment of this id: engines know deployments by their ids alone, so each id is one account's."""
+    kind = deployment_key("", "").partition("/")[0]
+    return any(
+        isinstance(fact, DeploymentFact) and fact.id == deployment and fact.account != account for fact in tables.facts_under(f"{kind}/")
+    )
+
+
 def deployment_of(fact: DeploymentFact) -> Deployment:
     """A deployment from its record."""
     return Deployment(fact, DeploymentFields.model_validate(fact.request))

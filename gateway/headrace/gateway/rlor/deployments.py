@@ -17,7 +17,7 @@ from headrace.gateway.log_writer import Sealed, sealed
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.bodies import object_of, read_as
 from headrace.gateway.rlor.deployed_facts import deployed_of
-from headrace.gateway.rlor.deployment_facts import Deployment, deployment_of, deployments_of, find_deployment, replicas_of
+from headrace.gateway.rlor.deployment_facts import Deployment, deployment_of, deployments_of, find_deployment, is_of_another, replicas_of
 from headrace.gateway.rlor.deployment_fields import DeploymentFields, check_fields
 from headrace.gateway.rlor.field_paths import UnknownFieldError, path_of
 from headrace.gateway.rlor.job_facts import find_job
@@ -86,6 +86,8 @@ async def create_deployment(
     deployment = check_id(deployment_id, "deploymentId") if deployment_id else f"d-{uuid.uuid4().hex[:12]}"
     if deployment_key(account, deployment) in tables.facts:
         raise ProblemError(409, f"{name_of(account, 'deployments', deployment)} exists: delete it first, or take another deploymentId")
+    if is_of_another(tables, account, deployment):
+        raise ProblemError(409, f"deploymentId {deployment!r} is taken: engines know deployments by their ids alone, so take another")
     fact = DeploymentFact(account=account, id=deployment, owner=caller.owner, base_model=base_model, request=_normal(fields))
     if not validate_only:
         await _write(gate, fact)

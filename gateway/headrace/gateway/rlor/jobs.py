@@ -21,13 +21,13 @@ from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.log_writer import Sealed, sealed
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.bodies import object_of, read_as
-from headrace.gateway.rlor.deployment_facts import check_own_bucket
+from headrace.gateway.rlor.deployment_facts import check_own_bucket, is_of_another
 from headrace.gateway.rlor.job_facts import KIND, Job, changing, each_job, find_job
 from headrace.gateway.rlor.job_fields import JobFields, without_effect
 from headrace.gateway.rlor.job_rules import base_model_name, check, filled, model_settings
 from headrace.gateway.rlor.lists import Asked, listed
 from headrace.gateway.rlor.masks import ReadMask, answered
-from headrace.gateway.rlor.names import PROJECT, OwnAccount, id_in, rlor_model_id
+from headrace.gateway.rlor.names import PROJECT, OwnAccount, id_in, name_of, rlor_model_id
 from headrace.gateway.rlor.s3_datasets import S3_SECRET, credentials
 from headrace.gateway.rlor.shown_job import RlorTrainerJob, shown
 from headrace.gateway.rlor.steps import output_model, prepare, write_job
@@ -88,6 +88,7 @@ async def create_job(
     turn = job_id or f"/{hashlib.sha256(orjson.dumps(raw)).hexdigest()}"
     async with changing(gate, account, turn) as tables:
         check_own_bucket(tables, account, fields.hot_load_deployment_id)
+        _check_deployments(tables, account, fields)
         known = _known(tables, account, job_id)
         fact = _fact(gate, tables, caller, fields, job_id=job_id or str(uuid.uuid4()), idle=_idle(raw, fields))
         if (same := await _repeated(tables, fact, known, named=bool(job_id)) if repeated else None) is not None:
@@ -245,6 +246,12 @@ def _of_this_account(account: str, fields: JobFields) -> JobFields:
                 raise ProblemError(400, f"{name}: {said[:200]!r} is no deployment: accounts/{account}/deployments/<id> is needed")
             changes[field] = found
     return fields.model_copy(update=changes)
+
+
+def _check_deployments(tables: Tables, account: str, fields: JobFields) -> None:
+    for name in (fields.rollout_deployment_name, fields.hot_load_deployment_id):
+        if name and is_of_another(tables, account, name):
+            raise ProblemError(404, f"{name_of(account, 'deployments', name)} does not exist")
 
 
 def _lane(gate: Gate, model_id: str) -> int:
