@@ -8,6 +8,7 @@ import httpx
 import pytest
 from tests.gateway.conftest import gateway_settings, running
 from tests.gateway.job_bodies import faults, make_model
+from tests.gateway.rlor_calls import ACCOUNT, rl_line
 from tests.gateway.test_training_jobs_submit import in_the_log
 
 from headrace.core.payloads import redeem
@@ -58,6 +59,24 @@ async def test_examples_are_claims_of_purpose_sft_before_their_job(gateway: http
     assert groups[0].trajectories[0].tools is not None
     events = (await gateway.get(f"/v1/preview/training-jobs/{record.job_id}/events")).json()["data"]
     assert ["metric_logging" in event["data"]["message"] for event in events] == [True]
+
+
+async def test_an_uploaded_dataset_is_named_by_its_id(gateway: httpx.AsyncClient, settings: Settings) -> None:
+    model = await make_model(gateway)
+    for name, kind, content in (
+        ("talks", "CHAT", lines(*(example(f"c{i}") for i in range(3))).encode()),
+        ("games", "RL", rl_line("a", [0, 1])),
+    ):
+        made = await gateway.post(f"{ACCOUNT}/datasets", json={"datasetId": name, "dataset": {"format": kind, "userUploaded": {}}})
+        assert made.status_code == 200, made.text
+        uploaded = await gateway.post(f"{ACCOUNT}/datasets/{name}:upload", files={"file": ("data.jsonl", content)})
+        assert uploaded.status_code == 200, uploaded.text
+    for named in ("talks", "accounts/default/datasets/talks"):
+        assert (await gateway.post(SFT, json={"model_id": model, "training_data_url": named})).status_code == 200, named
+    assert "format RL" in faults(await gateway.post(SFT, json={"model_id": model, "training_data_url": "games"}))[URL]
+    *_claims, record = await in_the_log(settings)
+    assert isinstance(record, TrainingJob)
+    assert (record.kind, len(record.group_ids)) == ("sft", 1)
 
 
 async def test_lines_that_are_no_examples_are_all_told_by_their_number(gateway: httpx.AsyncClient, settings: Settings) -> None:
