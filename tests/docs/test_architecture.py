@@ -17,6 +17,12 @@ def test_every_file_of_a_part_is_named_and_no_other(part: str):
     assert set(re.findall(r"`(\w+\.py)`", section)) == {path.name for path in folder.glob("*.py")} - {"__init__.py"}
 
 
+def test_every_file_of_the_gateway_is_named():
+    files = {path.name for path in (ROOT / "gateway" / "headrace" / "gateway").rglob("*.py")}
+    assert len(files) > 60
+    assert sorted(name for name in files if f"`{name}`" not in PAGE) == []
+
+
 def test_every_file_that_the_page_links_is_there():
     for link in re.findall(r"\]\(([^)#]+)", PAGE):
         assert (ROOT / "docs" / link).exists(), link
