@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.consumers.admission import AdmissionRequest, Admitted
+from headrace.consumers.admission import AdmissionRequest, Admitted, Unreadable
 from headrace.consumers.admitting import admit, limits_of
 from headrace.consumers.plain_groups import MAX_JSON_BYTES, admit_plain, plain_size
 from headrace.schemas.codec import SAFETENSORS_TYPE
@@ -111,6 +111,13 @@ def test_a_plain_group_is_the_same_by_the_short_way(tiny_model: Path, versions: 
     assert short is not None
     assert content(short.group) == content(long.group)
     assert (short.job_id, len(short.group.trajectories), len(short.group.trajectories[2].sequences)) == ("j", 3, 3)
+
+
+@pytest.mark.parametrize("empty", [0, "", {}, False, None])
+def test_exceptions_that_are_no_list_do_not_go_the_short_way_though_they_are_empty(tiny_model: Path, empty: object) -> None:
+    short, long = both_ways(request(tiny_model, packed(raw_group() | {"exceptions": empty})))
+    assert short is None
+    assert isinstance(long, Unreadable)
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -41,7 +41,7 @@ from headrace.schemas.envelope import header_text, seal
 from headrace.schemas.events import GroupRejected, StepCompleted
 from headrace.schemas.jobs import JobDocument, JobState
 from headrace.schemas.state import LaneState, ModelState, StepRecord
-from headrace.schemas.topics import TOPICS, lane_key
+from headrace.schemas.topics import TOPICS, TRAJECTORY_GROUPS, lane_key
 from headrace.schemas.training import ModelSettings
 from headrace.schemas.weights import WeightsPublished
 from headrace.trainer.groups import TokenizedGroup
@@ -381,7 +381,8 @@ async def test_rule_18_a_shadow_trains_on_the_same_groups_and_the_group_that_it_
         state = await seen.until_state(lambda state: state.policy_version == 3)
         assert (state.status, state.shadow_of) == ("active", source.model_id)
         await first.until_state(lambda state: state.model_id == source.model_id and state.policy_version == 5)
-    for topic in TOPICS:
+    # What producers write is left out: other tests share it, and one of them puts a record there that no client can read.
+    for topic in (topic for topic in TOPICS if topic.name != TRAJECTORY_GROUPS):
         for record in await read_to_end(client_options(shared.kafka, "test"), shared.topic_names.full(topic.name)):
             assert record.key != shadow.model_id.encode()
             assert "/trial/" not in header_text(record.headers).get("ce_source", "")

@@ -112,6 +112,7 @@ def _group_fields(raw: Any) -> tuple[str | None, str | None, int]:  # noqa: ANN4
     for name in names:
         _need(name is None or (type(name) is str and 1 <= len(name) <= 256))
     exceptions = get("exceptions", [])
+    _need(type(exceptions) is list)  # what is merely empty may be of another type
     return *names, len(_EXCEPTIONS.validate_python(exceptions)) if exceptions else 0
 
 
