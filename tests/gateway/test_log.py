@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+from aiokafka import AIOKafkaProducer
 from tests.gateway.conftest import gateway_settings
+from tests.worker.unreadable import send_unreadable
 
+from headrace.core.kafka import client_options
 from headrace.core.models import create_model, model_id_of
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import apply
@@ -66,3 +69,16 @@ async def test_the_beginning_of_a_job_that_is_written_twice_covers_nothing_that_
         job = view.tables.job("j")
         assert job is not None
         assert job.state is JobState.COMPLETED
+
+
+async def test_a_record_that_can_not_be_read_is_passed_by_and_nothing_around_it_is_lost(settings: Settings) -> None:
+    async with LogView(settings) as view, LogWriter(settings, view) as writer:
+        await write(writer, view, settings, "before")
+        async with AIOKafkaProducer(**client_options(settings.kafka, "test")) as producer:
+            for topic in (settings.topic_names.commands, settings.topic_names.gateway):
+                await send_unreadable(producer, topic, 0, b"x")
+        await write(writer, view, settings, "after")
+        async with LogView(settings) as again:
+            for tables in (await view.fresh(), await again.fresh()):
+                assert {job_key("before"), job_key("after")} <= set(tables.facts)
+                assert tables.unreadable >= 2

@@ -6,10 +6,10 @@ from pathlib import Path
 import orjson
 import psutil
 from aiokafka import AIOKafkaProducer
-from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 from safetensors import safe_open
 from tests.worker.conftest import WorkerProcess, following, learner
 from tests.worker.groups import group, trajectory
+from tests.worker.unreadable import send_unreadable
 
 from headrace.core.kafka import client_options
 from headrace.core.models import delete_model, model_id_of
@@ -340,13 +340,7 @@ async def test_records_that_the_kafka_client_can_not_hand_over_or_send_stop_nobo
     async with following(shared) as seen, TrajectoryProducer(shared, model_id=model.model_id) as groups:
         lane = (await groups.send(group("a"))).partition
         topic = shared.topic_names.trajectory_groups
-        batch = producer.create_batch()
-        batch._builder = _DefaultRecordBatchBuilderPy(
-            magic=2, compression_type=0, is_transactional=False, producer_id=-1, producer_epoch=-1, base_sequence=-1, batch_size=1024
-        )
-        batch.append(key=model.model_id.encode(), value=b"{}", timestamp=None, headers=[(_NotText("x"), b"")])
-        batch.close()
-        offset = (await (await producer.send_batch(batch, topic, partition=lane))).offset
+        offset = await send_unreadable(producer, topic, lane, model.model_id.encode())
         await groups.send(group("b", seed=1))
         nothing = producer.create_batch()
         nothing.append(key=None, value=None, timestamp=None)
@@ -358,12 +352,3 @@ async def test_records_that_the_kafka_client_can_not_hand_over_or_send_stop_nobo
         assert headers["headrace-error-reason"] == b"unreadable_headers"
         await seen.until_state(lambda state: state.model_id == model.model_id and state.policy_version == 1)
     await producer.stop()
-
-
-class _NotText(str):
-    """A header name that is no UTF-8 on the wire."""
-
-    __slots__ = ()
-
-    def encode(self, *_: object) -> bytes:  # type: ignore[override]
-        return b"\xff\xfe"

@@ -5,7 +5,7 @@ be read, it says so instead of jumping. Gives up: group membership; it uses `ass
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
@@ -112,6 +112,7 @@ class LaneReader:
         return records
 
     async def _poll(self, *partitions: TopicPartition, timeout_ms: int) -> dict[TopicPartition, list[ConsumerRecord]]:
+        before = {partition: int(await self._consumer.position(partition)) for partition in partitions}
         try:
             batches: dict[TopicPartition, list[ConsumerRecord]] = await self._consumer.getmany(
                 *partitions, timeout_ms=timeout_ms, max_records=_MAX_RECORDS
@@ -119,17 +120,18 @@ class LaneReader:
         except OffsetOutOfRangeError as error:
             raise OffsetLostError(f"{error.args[0]}: deleted by retention while the lane was behind") from error
         except UnicodeDecodeError:
-            return await self._past_unreadable(partitions)
+            return await self._past_unreadable(before)
         return batches
 
-    async def _past_unreadable(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, list[ConsumerRecord]]:
+    async def _past_unreadable(self, before: Mapping[TopicPartition, int]) -> dict[TopicPartition, list[ConsumerRecord]]:
         """One record, where aiokafka fails on a batch: it decodes header names as UTF-8, and a broker takes any bytes.
 
         What can't be handed over is answered by an `UnreadableRecord` and passed by; the records around it are read as they are.
         """
-        for partition in partitions:
-            at = await self._consumer.position(partition)
-            self._consumer.seek(partition, at)  # drops what the failed call had begun to unpack
+        for partition, at in before.items():
+            # What the failed call had unpacked of any partition is gone with it.
+            self._consumer.seek(partition, at)
+        for partition, at in before.items():
             try:
                 batches = await self._consumer.getmany(partition, timeout_ms=_POLL_MS, max_records=1)
             except UnicodeDecodeError:
