@@ -22,8 +22,7 @@ def save_tiny_model(folder: Path) -> Path:
     """Write a Qwen3 model (hidden 64, 2 layers, vocabulary 32, tied embeddings) whose logits are not flat; returns the folder."""
     # Here, so that a test that needs no model waits for no torch.
     import torch  # noqa: PLC0415 - as said
-    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - as said
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415 - as said
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415 - as said
 
     torch.manual_seed(7)
     config = Qwen3Config(
@@ -41,14 +40,22 @@ def save_tiny_model(folder: Path) -> Path:
         pad_token_id=0,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))  # noqa: S106 - a token, no secret
+    save_word_tokenizer(folder, WORDS, TEMPLATE)
+    return folder
+
+
+def save_word_tokenizer(folder: Path, vocabulary: list[str], template: str) -> None:
+    """Write a tokenizer of one word a token, with `<unk>`, `<end>` and `<pad>`, and this chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - heavy
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - as above
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))  # noqa: S106 - a token, no secret
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words,
         unk_token="<unk>",  # noqa: S106 - a token, no secret
         eos_token="<end>",  # noqa: S106 - a token, no secret
         pad_token="<pad>",  # noqa: S106 - a token, no secret
-        chat_template=TEMPLATE,
+        chat_template=template,
     )
     tokenizer.save_pretrained(folder)
-    return folder

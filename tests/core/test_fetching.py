@@ -3,8 +3,8 @@
 import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
-from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 from aiokafka.structs import TopicPartition
+from tests.unreadable import send_unreadable
 
 from headrace.core.fetching import fetch_offsets
 from headrace.core.kafka import client_options
@@ -61,23 +61,8 @@ async def test_a_record_that_the_client_can_not_hand_over_does_not_hide_its_neig
     producer = AIOKafkaProducer(**options)
     await producer.start()
     before = (await producer.send_and_wait(topic, b"before", partition=0)).offset
-    batch = producer.create_batch()
-    batch._builder = _DefaultRecordBatchBuilderPy(
-        magic=2, compression_type=0, is_transactional=False, producer_id=-1, producer_epoch=-1, base_sequence=-1, batch_size=1024
-    )
-    batch.append(key=b"m", value=b"{}", timestamp=None, headers=[(_NotText("x"), b"")])
-    batch.close()
-    await (await producer.send_batch(batch, topic, partition=0))
+    await send_unreadable(producer, topic, 0, b"m")
     after = (await producer.send_and_wait(topic, b"after", partition=0)).offset
     await producer.stop()
     found = await fetch_offsets(options, topic, 0, [before, after])
     assert [record.value for record in found.values()] == [b"before", b"after"]
-
-
-class _NotText(str):
-    """A header name that is no UTF-8 on the wire."""
-
-    __slots__ = ()
-
-    def encode(self, *_: object) -> bytes:  # type: ignore[override]
-        return b"\xff\xfe"

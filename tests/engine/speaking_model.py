@@ -3,6 +3,8 @@
 from itertools import pairwise
 from pathlib import Path
 
+from tests.consumers.tiny_model import save_word_tokenizer
+
 SAYS = 'well <tool_call> {"name": "look", "arguments": {"key": "a"}} </tool_call>'
 _WORDS = ["<pad>", "<end>", "<user>", "<assistant>", "<tool>", "<system>", "<tools>", "<unk>", "hello", "look", "b"]
 _TEMPLATE = (
@@ -18,8 +20,7 @@ _SURE = 40.0
 def save_speaking_model(folder: Path, says: str = SAYS) -> Path:
     """Write a model of one layer that adds nothing to the embeddings, so that the head sees the last word alone; returns the folder."""
     import torch  # noqa: PLC0415 - a test that needs no model waits for no torch
-    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - as said
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415 - as said
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415 - as said
 
     spoken = says.split()
     vocabulary = list(dict.fromkeys([*_WORDS, *spoken]))
@@ -47,14 +48,5 @@ def save_speaking_model(folder: Path, says: str = SAYS) -> Path:
         for word, following in pairwise(chain):
             model.lm_head.weight[vocabulary.index(following), vocabulary.index(word)] = _SURE / size**0.5
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))  # noqa: S106 - a token, no secret
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        unk_token="<unk>",  # noqa: S106 - a token, no secret
-        eos_token="<end>",  # noqa: S106 - a token, no secret
-        pad_token="<pad>",  # noqa: S106 - a token, no secret
-        chat_template=_TEMPLATE,
-    )
-    tokenizer.save_pretrained(folder)
+    save_word_tokenizer(folder, vocabulary, _TEMPLATE)
     return folder

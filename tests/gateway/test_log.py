@@ -4,7 +4,7 @@ from pathlib import Path
 
 from aiokafka import AIOKafkaProducer
 from tests.gateway.conftest import gateway_settings
-from tests.worker.unreadable import send_unreadable
+from tests.unreadable import send_unreadable
 
 from headrace.core.kafka import client_options
 from headrace.core.models import create_model, model_id_of

@@ -1,7 +1,7 @@
 """A lane's reader beside a record that aiokafka can't hand over."""
 
 from aiokafka import AIOKafkaProducer
-from tests.worker.unreadable import send_unreadable
+from tests.unreadable import send_unreadable
 
 from headrace.consumers.lane_reader import LaneReader, UnreadableRecord
 from headrace.core.kafka import client_options

@@ -7,9 +7,9 @@ import orjson
 import psutil
 from aiokafka import AIOKafkaProducer
 from safetensors import safe_open
+from tests.unreadable import send_unreadable
 from tests.worker.conftest import WorkerProcess, following, learner
 from tests.worker.groups import group, trajectory
-from tests.worker.unreadable import send_unreadable
 
 from headrace.core.kafka import client_options
 from headrace.core.models import delete_model, model_id_of

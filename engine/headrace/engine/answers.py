@@ -7,6 +7,7 @@ is half of a character; its text has the replacement character, as elsewhere.
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ TokenText = Callable[[Sequence[int]], str]
 """Token ids as text, special tokens included."""
 
 
-class _Answer:
+class _Answer(ABC):
     """What both kinds have in common.
 
     Args:
@@ -89,11 +90,11 @@ class _Answer:
             return None
         return {**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage(), "policy_version": self._policy.version}
 
-    def _choice(self, piece: RowPiece) -> Json:
-        raise NotImplementedError
+    @abstractmethod
+    def _choice(self, piece: RowPiece) -> Json: ...
 
-    def _delta(self, piece: RowPiece, *, first: bool) -> Json:
-        raise NotImplementedError
+    @abstractmethod
+    def _delta(self, piece: RowPiece, *, first: bool) -> Json: ...
 
     def _tokens(self, piece: RowPiece, *, first: bool) -> Json:
         """Of one choice, where token ids are asked for."""

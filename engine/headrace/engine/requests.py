@@ -6,6 +6,7 @@ drawn with: they are what a trainer compares with.
 """
 
 import secrets
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -71,7 +72,7 @@ class StreamOptions(Open):
     include_usage: bool | None = None
 
 
-class SamplingRequest(Open):
+class SamplingRequest(Open, ABC):
     """What both ways of asking have in common."""
 
     model: str
@@ -107,9 +108,9 @@ class SamplingRequest(Open):
         return given
 
     @property
+    @abstractmethod
     def alternatives(self) -> int | None:
         """Most probable tokens to tell of each place; None: no log-probabilities at all."""
-        raise NotImplementedError
 
     @property
     def token_limit(self) -> int | None:
