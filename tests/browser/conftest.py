@@ -1,5 +1,6 @@
 """A headless Chromium over a gateway with a seeded log; screenshots go to `.ci-artifacts/browser/`."""
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -17,6 +18,14 @@ from headrace.core.topic_admin import apply
 ARTIFACTS = Path(__file__).parents[2] / ".ci-artifacts" / "browser"
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
+# No chart is drawn for another width than it has; nothing is broader than the window. Looked at in each frame by the page itself:
+# playwright's `wait_for_function` calls eval from a frame's callback, which the page's own policy forbids from the second time on.
+DRAWN = """async () => {
+  const charts = () => [...document.querySelectorAll('.chart svg')];
+  const fits = () => charts().every(s => Math.abs(s.viewBox.baseVal.width - s.clientWidth) < 2)
+    && document.documentElement.scrollWidth <= window.innerWidth;
+  while (!fits()) await new Promise(requestAnimationFrame);
+}"""
 QUIET = ("--disable-component-update", "--disable-sync")
 
 
@@ -77,11 +86,8 @@ async def picture(page: Page, name: str) -> None:
     for width, scheme in ((1600, "light"), (400, "dark"), (1600, "dark"), (400, "light")):
         await page.set_viewport_size({"width": width, "height": 1000})
         await page.emulate_media(color_scheme="light" if scheme == "light" else "dark")
-        # No chart is drawn for another width than it has; nothing is broader than the window.
-        await page.wait_for_function(
-            "[...document.querySelectorAll('.chart svg')].every(s => Math.abs(s.viewBox.baseVal.width - s.clientWidth) < 2)"
-        )
-        await page.wait_for_function("document.documentElement.scrollWidth <= window.innerWidth")
+        async with asyncio.timeout(30):
+            await page.evaluate(DRAWN)
         await page.screenshot(path=ARTIFACTS / f"{name}-{width}-{scheme}.png", full_page=True)
     await page.set_viewport_size({"width": 1600, "height": 1000})
     await page.emulate_media(color_scheme="light")
