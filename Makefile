@@ -3,18 +3,21 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PARTS  := schemas core producers trainer consumers engine gateway cli demo
 
 .PHONY: demo test test-fast chromium conformance chaos lint types bench docs docs-check constraints check clean
 .DEFAULT_GOAL := test
 
-# uv installs torch and its kin in a fifth of pip's time; pip brings uv itself.
+# uv installs torch and its kin in a fifth of pip's time; pip brings uv itself. Compiled once (a minute): where PYTHONDONTWRITEBYTECODE is
+# set, as in many containers, every process of every test compiled torch and transformers anew, 12 s each.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "Headrace needs Python 3.11 to 3.13; $(PYTHON) is `$(PYTHON) -V 2>&1`. Name another: make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing Headrace into $(VENV) (first time: about 3 GB of packages)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[all]'
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --compile-bytecode -e '.[all]'
+	@$(BIN)/python -m compileall -q $(PARTS)
 	@touch $@
 
 demo: $(STAMP)
