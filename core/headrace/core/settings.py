@@ -6,7 +6,7 @@ start with the field's path; secrets are `SecretStr` and never printed. Gives up
 
 import os
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
@@ -176,6 +176,8 @@ class GatewaySettings(_Section):
     """A version that is published and not served yet is waited for so long."""
     wandb_dir: Path = Path(".headrace/wandb")
     """Where runs lie that jobs ask for (`wandbConfig`), until wandb has sent them."""
+    shared_folders: tuple[Annotated[str, Field(pattern=r"^[^/\\]+(/[^/\\]+)*$")], ...] = ()
+    """Folders of the object store (`shared/adapters`) whose objects every account may name by their URIs."""
     training_data: dict[str, str] = Field(default_factory=dict)
     """`wandb-artifact:///entity/project/name:version` to the URI in the object store where it lies."""
 

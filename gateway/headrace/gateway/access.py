@@ -26,6 +26,8 @@ class Caller:
     owner: str
     projects: tuple[str, ...] = ()
     """Empty: all."""
+    is_local: bool = False
+    """There are no tokens: everybody on this machine is one account, whose is all of the store."""
 
     def sees(self, account: str, project: str | None = None) -> bool:
         """Whether an object is there for this caller."""
@@ -41,7 +43,7 @@ async def identify(request: Request) -> Caller:
     gate: Gate = gate_of(request)
     if not gate.tokens.configured:
         _check_local(request)
-        return Caller(gate.settings.account, "local")
+        return Caller(gate.settings.account, "local", is_local=True)
     token = _token(request.headers)
     if token is None:
         raise no_key()

@@ -85,7 +85,12 @@ def dataset_file_key(file: DatasetFile) -> str:
 
 def dataset_files_prefix(account: str, dataset: str, incarnation: str) -> str:
     """What the keys of all files of a dataset begin with."""
-    return f"dataset-file/{account}/{dataset}/{incarnation}/"
+    return f"{account_files_prefix(account)}{dataset}/{incarnation}/"
+
+
+def account_files_prefix(account: str) -> str:
+    """What the keys of all files of an account's datasets begin with."""
+    return f"dataset-file/{account}/"
 
 
 def model_alias_key(account: str, model: str) -> str:

@@ -1,14 +1,17 @@
 """`experimental_config` of a job: every option that has no fitting value, every contradiction, and what has no effect.
 
 Guarantees: null is as not said, but for `epsilon_high`; options of newer clients that this release has not are accepted, kept out of the
-job, and named in a warning. Gives up: whether a reference in the object store exists; the step finds out, and the job fails with it.
+job, and named in a warning; a reference in the object store is one that the caller may name. Gives up: whether that exists; the step finds
+out, and the job fails with it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pydantic import ValidationError
 
 from headrace.core.model_views import ModelView
+from headrace.gateway.reach import NotReachableError, Reach
 from headrace.gateway.tables import Tables
 from headrace.gateway.training_jobs.faults import Faults, parts_of
 from headrace.gateway.training_jobs.seen import is_deleted, version_of
@@ -30,12 +33,12 @@ class JobConfig:
     warnings: tuple[str, ...] = ()
 
 
-def read_config(text: memoryview, tables: Tables, model: ModelView, faults: Faults) -> JobConfig:
+def read_config(text: memoryview, reach: Reach, model: ModelView, faults: Faults) -> JobConfig:
     """Read a config.
 
     Args:
         text: Its JSON; empty: none.
-        tables: Say which versions were deleted.
+        reach: What the caller may name; its tables say which versions were deleted.
         model: That the job trains.
         faults: Takes what is wrong.
     """
@@ -57,12 +60,25 @@ def read_config(text: memoryview, tables: Tables, model: ModelView, faults: Faul
     config = _validated(known, faults)
     if config is None:
         return JobConfig(config=None)
-    _check_against(tables, model, config, faults)
+    for name, message in unreachable(config, reach):
+        faults.add([*_LOC, name], message)
+    _check_against(reach.tables, model, config, faults)
     warnings = [f"{shown(name)} is no option of this release: it has no effect" for name in unknown[:_MOST_NAMED]]
     if len(unknown) > _MOST_NAMED:
         warnings.append(f"{len(unknown) - _MOST_NAMED} more options are none of this release")
     warnings += without_effect(merged_config(model.settings.train, config))
     return JobConfig(config=config, warnings=tuple(warnings))
+
+
+def unreachable(config: TrainConfig, reach: Reach) -> Iterator[tuple[str, str]]:
+    """Fields of a config that name an object which the caller may not name, each with what is said of it."""
+    for name in ("kl_ref_adapter_path", "kl_ref_logprobs"):
+        uri: str | None = getattr(config, name)
+        try:
+            if uri is not None:
+                reach.key(uri.rstrip("/"))  # as the step will read it
+        except NotReachableError as error:
+            yield name, str(error)
 
 
 def _validated(known: dict[str, object], faults: Faults) -> TrainConfig | None:

@@ -17,8 +17,10 @@ from headrace.gateway.access import KnownCaller
 from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.log_writer import sealed
 from headrace.gateway.problems import FaultError, ProblemError, UnprocessableError
+from headrace.gateway.reach import Reach
 from headrace.gateway.tables import is_model
 from headrace.gateway.training_jobs.checkpoints import checkpoints_of
+from headrace.gateway.training_jobs.config import unreachable
 from headrace.gateway.training_jobs.seen import model_of
 from headrace.schemas.commands import CreateModel, DeleteModel
 from headrace.schemas.training import ModelSettings
@@ -84,6 +86,9 @@ async def create_model(request: ModelRequest, caller: KnownCaller, gate: OpenGat
             409, f"there is a model {request.name!r} in project {request.project!r}: take another name, or ask with return_existing=true"
         )
     if view is None:
+        own = Reach.of(gate, tables, caller)
+        if faults := [FaultError(["body", "config", "train", name], said) for name, said in unreachable(settings.train, own)]:
+            raise UnprocessableError(faults)
         await _command(gate, command, lane_of(command.model_id, gate.view.lanes), there=True)
         # Somebody may have been faster: the first in the log counts.
         view = _existing(tables.model(command.model_id), command, request)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from headrace.gateway.access import KnownCaller
 from headrace.gateway.gate import Gate, OpenGate
+from headrace.gateway.reach import Reach
 from headrace.gateway.training_jobs.config import JobConfig, read_config
 from headrace.gateway.training_jobs.examples import grouped
 from headrace.gateway.training_jobs.faults import Faults, parts_of
@@ -53,10 +54,11 @@ async def create_sft_job(body: SftRequest, request: Request, caller: KnownCaller
         model = trainable(model_of(tables, caller, body.model_id))
         faults = Faults()
         text = memoryview(b"" if body.experimental_config is None else write_json(body.experimental_config))
-        config = read_config(text, tables, model, faults)
+        reach = Reach.of(gate, tables, caller)
+        config = read_config(text, reach, model, faults)
         sft, warnings = _sft_config(body.config or {}, faults)
         faults.check()
-        objects = objects_of(body.training_data_url, gate.settings.gateway, tables, caller)
+        objects = objects_of(body.training_data_url, gate.settings.gateway, reach)
         placed = place(gate, model, identity, config, is_sft=True)
         staged = await asyncio.to_thread(_staged, gate, objects, placed)
         job = TrainingJob(job_id=identity.job_id, group_ids=staged.group_ids, kind="sft", config=config.config, sft=sft)

@@ -17,6 +17,7 @@ from headrace.gateway.access import Caller, KnownCaller
 from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.job_records import job_records
 from headrace.gateway.problems import ProblemError
+from headrace.gateway.reach import Reach
 from headrace.gateway.training_jobs.body import SplitBody, received, split
 from headrace.gateway.training_jobs.config import JobConfig, read_config
 from headrace.gateway.training_jobs.described import TrainingJobRequest, request_body
@@ -49,7 +50,7 @@ async def create_job(request: Request, caller: KnownCaller, gate: OpenGate) -> C
         parts = await asyncio.to_thread(split, body)
         model = trainable(model_of(tables, caller, parts.model_id))
         faults = Faults()
-        config = read_config(parts.config, tables, model, faults)
+        config = read_config(parts.config, Reach.of(gate, tables, caller), model, faults)
         if len(parts.groups) > gate.settings.gateway.max_groups:
             most = gate.settings.gateway.max_groups
             faults.add(
