@@ -168,6 +168,8 @@ def asks_all_there_is_of_a_job(api: Fireworks) -> None:
     assert until("the job", lambda: steps.resume("list-0", body={}), lambda job: job.state == "JOB_STATE_RUNNING").name is not None
     for n in range(3):
         steps.delete(f"list-{n}")
+        deleted = steps.get(f"list-{n}")
+        assert (deleted.state, deleted.completed_time is not None) == ("JOB_STATE_DELETING", True), deleted
     assert [job.name for job in steps.list(filter='name="*list-*"')] == []
     held("cancel, resume and delete")
 

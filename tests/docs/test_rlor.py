@@ -23,7 +23,7 @@ def test_every_field_that_has_an_effect_is_named():
 def test_every_state_that_is_shown_is_in_the_table_and_no_other():
     section = PAGE.split("\n## States\n")[1].split("\n## ")[0]
     states = set(re.findall(r"`([A-Z]+)`", "".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))))
-    assert states == {state.removeprefix("JOB_STATE_") for state in JobState} | {"CANCELLING", "EXPIRED", "DELETED"}
+    assert states == {state.removeprefix("JOB_STATE_") for state in JobState} | {"CANCELLING", "EXPIRED", "DELETING"}
 
 
 def test_every_call_is_in_the_table():

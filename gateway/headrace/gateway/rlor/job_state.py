@@ -2,7 +2,7 @@
 
 | state | when |
 |---|---|
-| DELETED | it was deleted; its record stays for 30 days |
+| DELETED | it was deleted; its record stays for 30 days; shown as DELETING |
 | CANCELLED, CANCELLING | it was cancelled, and its step has ended, or not yet |
 | PENDING | no worker has created its model; or a job of one step waits for its turn |
 | FAILED | its model is stopped or has diverged, or its last step failed |

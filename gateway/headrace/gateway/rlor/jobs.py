@@ -122,7 +122,7 @@ async def get_job(
     gate: OpenGate,
     read_mask: ReadMask = "",
 ) -> JSONResponse:
-    """One job; for 30 days also a deleted one, as JOB_STATE_DELETED."""
+    """One job; for 30 days also a deleted one, as JOB_STATE_DELETING."""
     return _answer(find_job(await gate.view.fresh(), account, job_id), read_mask)
 
 

@@ -7,7 +7,10 @@ from pydantic import Field
 
 from headrace.gateway.rlor.job_facts import Job
 from headrace.gateway.rlor.job_fields import JobFields
+from headrace.gateway.rlor.job_state import KEPT_DELETED
 from headrace.gateway.rlor.wire import Int64, Status, Timestamp, Wire
+
+_DELETED = f"it was deleted; for {KEPT_DELETED.days} days its checkpoints can be listed and promoted"
 
 
 class JobProgress(Wire):
@@ -53,14 +56,16 @@ def shown(job: Job) -> RlorTrainerJob:
     """A job for an answer."""
     fact, stands, document = job.fact, job.stands, job.stands.document
     idle = f"without effect here: {', '.join(fact.without_effect)}" if fact.without_effect else ""
+    is_deleted = fact.deleted_at is not None
     logprobs = document.logprobs if document is not None else None
     return RlorTrainerJob(
         **{name: getattr(job.fields, name) for name in JobFields.model_fields},
         name=job.name,
         create_time=fact.created_at,
         completed_time=stands.completed_at,
-        state=f"JOB_STATE_{stands.state}",
-        status=Status(code=stands.code, message=stands.message or idle),
+        # Of a deleted job: fireworks-ai 1.2.30, which validates strictly, knows no other name for it.
+        state=f"JOB_STATE_{'DELETING' if is_deleted else stands.state}",
+        status=Status(code=stands.code, message=_DELETED if is_deleted else stands.message or idle),
         created_by=fact.owner,
         accelerator_seconds={name: round(seconds) for name, seconds in stands.seconds.items()},
         job_progress=_progress(job),
