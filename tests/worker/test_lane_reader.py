@@ -3,10 +3,11 @@
 from aiokafka import AIOKafkaProducer
 from tests.unreadable import send_unreadable
 
-from headrace.consumers.lane_reader import LaneReader, UnreadableRecord
+from headrace.consumers.lane_reader import LaneReader
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
 from headrace.core.models import create_model
+from headrace.core.polling import UnreadableRecord
 from headrace.core.settings import KafkaSettings, Settings, TopicSettings
 from headrace.core.topic_admin import apply
 from headrace.schemas.training import ModelSettings

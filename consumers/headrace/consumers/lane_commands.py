@@ -15,10 +15,10 @@ from headrace.consumers.dead_letters import dead_letter
 from headrace.consumers.doomed_weights import doom
 from headrace.consumers.duplicates import DuplicateWindow
 from headrace.consumers.lane_book import LaneBook
-from headrace.consumers.lane_reader import UnreadableRecord
 from headrace.consumers.model_run import ModelRun
 from headrace.core.lanes import lane_of
 from headrace.core.model_views import incarnation_of
+from headrace.core.polling import UnreadableRecord
 from headrace.core.settings import BaseModelEntry, Settings
 from headrace.schemas.commands import COMMANDS, CancelJob, CreateModel, DeleteCheckpoints, DeleteModel, PauseJob, ResumeJob, ResumeModel
 from headrace.schemas.envelope import header_text, open_record

@@ -19,13 +19,14 @@ from headrace.consumers.cut import has_all_groups
 from headrace.consumers.dead_letters import dead_letter
 from headrace.consumers.lane_book import LaneBook
 from headrace.consumers.lane_commands import CommandHandler
-from headrace.consumers.lane_reader import LaneReader, UnreadableRecord
+from headrace.consumers.lane_reader import LaneReader
 from headrace.consumers.model_run import ModelRun
 from headrace.consumers.state_bounds import pending_room
 from headrace.consumers.waiting import Waiting
 from headrace.consumers.world import base_source
 from headrace.core.errors import HeadraceError
 from headrace.core.lanes import lane_of
+from headrace.core.polling import UnreadableRecord
 from headrace.core.settings import Settings
 from headrace.schemas.envelope import header_text
 from headrace.schemas.errors import CodecError

@@ -1,20 +1,20 @@
 """What a lane reads: its partition of `trajectory-groups` and of `commands`, through a consumer of its own.
 
-Guarantees: `read_committed`, records as bytes, in offset order, from the positions it was given; where retention has deleted what was to
-be read, it says so instead of jumping. Gives up: group membership; it uses `assign`.
+Guarantees: `read_committed`, records as bytes, in offset order, from the positions it was given, with an `UnreadableRecord` in the place of
+one that the client can't hand over; where retention has deleted what was to be read, it says so instead of jumping. Gives up: group
+membership; it uses `assign`.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from headrace.core.deadline import deadline
 from headrace.core.kafka import ClientOptions
+from headrace.core.polling import poll
 from headrace.core.reading import OffsetLostError, end_offsets
-from headrace.schemas.errors import CodecError
-from headrace.schemas.reasons import DeadLetterReason
 from headrace.schemas.topics import Topics
 
 logger = logging.getLogger(__name__)
@@ -22,33 +22,6 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 1000
 _STOP_SECONDS = 5.0
 _MAX_RECORDS = 256
-
-
-class UnreadableRecord(ConsumerRecord):  # type: ignore[misc]  # aiokafka is untyped
-    """Stands for a record that the Kafka client can't hand over."""
-
-    @classmethod
-    def at(cls, partition: TopicPartition, offset: int) -> "UnreadableRecord":
-        """The record at an offset; of the rest nothing is known."""
-        return cls(
-            topic=partition.topic,
-            partition=partition.partition,
-            offset=offset,
-            timestamp=-1,
-            timestamp_type=0,
-            key=None,
-            value=None,
-            checksum=None,
-            serialized_key_size=-1,
-            serialized_value_size=-1,
-            headers=(),
-        )
-
-    @property
-    def error(self) -> CodecError:
-        """Why."""
-        detail = "a header's name is no UTF-8 text; the record stays at its offset in the source topic until retention takes it"
-        return CodecError(DeadLetterReason.UNREADABLE_HEADERS, "headers", detail)
 
 
 class LaneReader:
@@ -112,34 +85,10 @@ class LaneReader:
         return records
 
     async def _poll(self, *partitions: TopicPartition, timeout_ms: int) -> dict[TopicPartition, list[ConsumerRecord]]:
-        before = {partition: int(await self._consumer.position(partition)) for partition in partitions}
         try:
-            batches: dict[TopicPartition, list[ConsumerRecord]] = await self._consumer.getmany(
-                *partitions, timeout_ms=timeout_ms, max_records=_MAX_RECORDS
-            )
+            return await poll(self._consumer, *partitions, timeout_ms=timeout_ms, max_records=_MAX_RECORDS)
         except OffsetOutOfRangeError as error:
             raise OffsetLostError(f"{error.args[0]}: deleted by retention while the lane was behind") from error
-        except UnicodeDecodeError:
-            return await self._past_unreadable(before)
-        return batches
-
-    async def _past_unreadable(self, before: Mapping[TopicPartition, int]) -> dict[TopicPartition, list[ConsumerRecord]]:
-        """One record, where aiokafka fails on a batch: it decodes header names as UTF-8, and a broker takes any bytes.
-
-        What can't be handed over is answered by an `UnreadableRecord` and passed by; the records around it are read as they are.
-        """
-        for partition, at in before.items():
-            # What the failed call had unpacked of any partition is gone with it.
-            self._consumer.seek(partition, at)
-        for partition, at in before.items():
-            try:
-                batches = await self._consumer.getmany(partition, timeout_ms=_POLL_MS, max_records=1)
-            except UnicodeDecodeError:
-                self._consumer.seek(partition, at + 1)
-                return {partition: [UnreadableRecord.at(partition, at)]}
-            if batches:
-                return {partition: batches[partition]}
-        return {}
 
     def hold_groups(self, *, hold: bool) -> None:
         """Stop or go on fetching groups; commands are always read."""

@@ -8,8 +8,9 @@ from contextlib import aclosing
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from headrace.core.fetching import Unreadable, records_in, single_reader
+from headrace.core.fetching import records_in, single_reader
 from headrace.core.kafka import ClientOptions, plain_errors
+from headrace.core.polling import UnreadableRecord
 from headrace.core.reading import OffsetLostError, end_offsets
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.state import ModelState, StepRecord
@@ -46,7 +47,7 @@ async def records_since_snapshot(options: ClientOptions, topic: str, lane: int, 
 async def _first_of(consumer: AIOKafkaConsumer, state: ModelState, step: int, span: range) -> StepRecord:
     async with aclosing(records_in(consumer, span)) as records:
         async for record in records:
-            if isinstance(record, Unreadable) or record.key != state.model_id.encode():
+            if isinstance(record, UnreadableRecord) or record.key != state.model_id.encode():
                 continue
             opened = open_record(record.value, header_text(record.headers), (StepRecord,))
             if isinstance(opened, StepRecord) and (opened.incarnation, opened.step) == (state.incarnation, step):

@@ -15,11 +15,12 @@ from aiokafka import ConsumerRecord, TopicPartition
 
 from headrace.consumers.replay_span import span_of
 from headrace.consumers.replay_where import Where
-from headrace.core.fetching import Unreadable, records_in, single_reader
+from headrace.core.fetching import records_in, single_reader
 from headrace.core.kafka import client_options, plain_errors
 from headrace.core.lanes import lane_of
 from headrace.core.logged_groups import GROUP_RECORDS, sampled_group
 from headrace.core.payloads import PayloadError
+from headrace.core.polling import UnreadableRecord
 from headrace.core.reading import end_offsets
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
@@ -100,7 +101,7 @@ class GroupReader:
                     first, stop = max(first, min(wanted, default=stop)), min(stop, max(wanted, default=first - 1) + 1)
                 async with aclosing(records_in(consumer, range(first, stop))) as records:
                     async for record in records:
-                        if isinstance(record, Unreadable):
+                        if isinstance(record, UnreadableRecord):
                             (wanted or set()).discard(record.offset)
                             yield Unusable(offset=record.offset, detail="a header's name is no UTF-8: whose record it is can't be told")
                         elif record.key == self._model_id.encode() and (wanted is None or record.offset in wanted):

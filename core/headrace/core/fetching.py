@@ -7,12 +7,12 @@ stand close together are read in one go. Gives up: memory bounds; the caller bou
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import OffsetOutOfRangeError
 
 from headrace.core.kafka import ClientOptions, plain_errors
+from headrace.core.polling import UnreadableRecord, poll
 from headrace.core.reading import POLL_MS, STALL_SECONDS, OffsetLostError, ReadStalledError, end_offsets
 
 _NAMED = 8
@@ -47,7 +47,7 @@ async def fetch_offsets(options: ClientOptions, topic: str, partition: int, offs
                 asked = set(run)
                 async with aclosing(records_in(consumer, range(run[0], run[-1] + 1))) as records:
                     async for record in records:
-                        if not isinstance(record, Unreadable) and record.offset in asked:
+                        if not isinstance(record, UnreadableRecord) and record.offset in asked:
                             found[record.offset] = record
     if missing := [offset for offset in wanted if offset not in found]:
         raise OffsetLostError(_gone(where, missing, first), tuple(missing))
@@ -74,15 +74,8 @@ async def single_reader(options: ClientOptions, where: TopicPartition) -> AsyncI
         await consumer.stop()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unreadable:
-    """A record that the client library can't hand over: a header's name is no UTF-8."""
-
-    offset: int
-
-
-async def records_in(consumer: AIOKafkaConsumer, span: range) -> AsyncGenerator[ConsumerRecord | Unreadable]:
-    """What the log has of the offsets in `span`, in order. Close it (`aclosing`) when leaving early.
+async def records_in(consumer: AIOKafkaConsumer, span: range) -> AsyncGenerator[ConsumerRecord]:
+    """What the log has of the offsets in `span`, in order, an `UnreadableRecord` too. Close it (`aclosing`) when leaving early.
 
     Args:
         consumer: Of a `single_reader`.
@@ -94,19 +87,11 @@ async def records_in(consumer: AIOKafkaConsumer, span: range) -> AsyncGenerator[
     (where,) = consumer.assignment()
     consumer.seek(where, span.start)
     at, moved_at = span.start, time.monotonic()
-    at_once: int | None = None  # records of one poll; None: as many as come
     while at < span.stop:
         try:
-            batches = await consumer.getmany(where, timeout_ms=POLL_MS, max_records=at_once)
+            batches = await poll(consumer, where, timeout_ms=POLL_MS)
         except OffsetOutOfRangeError:
             consumer.seek(where, (await consumer.beginning_offsets([where]))[where])
-        except UnicodeDecodeError:
-            # The library fails on a whole batch: one by one until the record stands alone, then over it. `position` moves within a batch.
-            failed = await consumer.position(where)
-            if at_once is not None:
-                yield Unreadable(offset=failed)
-            consumer.seek(where, failed + (at_once or 0))
-            at_once = 1
         else:
             for record in batches.get(where, ()):
                 if record.offset < span.stop:

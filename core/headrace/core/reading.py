@@ -5,7 +5,8 @@ stopped there would miss what was committed beyond it. Then records are read `re
 has passed its end, so an open transaction is waited for and aborted records are left out.
 
 Guarantees: every committed record from the start to the end, each partition in offset order, none from after the end; key and value
-are bytes or None. A missing topic, a start that retention has deleted, and a read that stands still each raise.
+are bytes or None. One that the client can't hand over is left out, with a line in the log. A missing topic, a start that retention has
+deleted, and a read that stands still each raise.
 Gives up: memory bounds; `read_to_end` holds all it read (`stream_to_end` does not).
 """
 
@@ -20,6 +21,7 @@ from aiokafka.errors import OffsetOutOfRangeError
 
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, plain_errors
+from headrace.core.polling import poll, readable
 from headrace.core.topic_metadata import partition_count
 
 POLL_MS = 25
@@ -86,7 +88,7 @@ async def stream_to_end(
             positions: dict[TopicPartition, int] = {}
             while unread:
                 for partition, records in (await _poll(consumer, unread, start or {})).items():
-                    if batch := [record for record in records if record.offset < unread[partition]]:
+                    if batch := readable(record for record in records if record.offset < unread[partition]):
                         yield batch
                 now_at = {partition: await consumer.position(partition) for partition in unread}
                 if now_at != positions:
@@ -113,8 +115,9 @@ async def follow(options: ClientOptions, topic: str, partition: int) -> AsyncGen
             consumer.assign([where])
             consumer.seek(where, first)
             while True:
-                for records in (await consumer.getmany(timeout_ms=FOLLOW_POLL_MS)).values():
-                    yield records
+                for records in (await poll(consumer, timeout_ms=FOLLOW_POLL_MS)).values():
+                    if batch := readable(records):
+                        yield batch
 
 
 async def follow_all(options: ClientOptions, topics: Iterable[str], caught_up: asyncio.Event) -> AsyncGenerator[list[ConsumerRecord]]:
@@ -139,8 +142,9 @@ async def follow_all(options: ClientOptions, topics: Iterable[str], caught_up: a
                 behind = {where: end for where, end in behind.items() if await consumer.position(where) < end}
                 if not behind:
                     caught_up.set()
-                for records in (await consumer.getmany(timeout_ms=POLL_MS if behind else FOLLOW_POLL_MS)).values():
-                    yield records
+                for records in (await poll(consumer, timeout_ms=POLL_MS if behind else FOLLOW_POLL_MS)).values():
+                    if batch := readable(records):
+                        yield batch
 
 
 async def end_offsets(options: ClientOptions, topic: str, partitions: Iterable[int] | None = None) -> dict[int, int]:
@@ -227,7 +231,7 @@ async def _poll(
     consumer: AIOKafkaConsumer, unread: Mapping[TopicPartition, int], start: Mapping[int, int]
 ) -> dict[TopicPartition, list[ConsumerRecord]]:
     try:
-        batches: dict[TopicPartition, list[ConsumerRecord]] = await consumer.getmany(*unread, timeout_ms=POLL_MS)
+        return await poll(consumer, *unread, timeout_ms=POLL_MS)
     except OffsetOutOfRangeError as error:
         # Retention ran between our look at the beginning and the fetch. Harmless where we asked for all there is.
         partitions = list(error.args[0])
@@ -237,7 +241,6 @@ async def _poll(
                 raise OffsetLostError(_lost(partition, error.args[0][partition], beginnings[partition])) from error
             consumer.seek(partition, beginnings[partition])
         return {}
-    return batches
 
 
 def _lost(partition: TopicPartition, wanted: int, first: int) -> str:

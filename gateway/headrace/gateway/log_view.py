@@ -18,6 +18,7 @@ from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from headrace.core.deadline import deadline
 from headrace.core.kafka import ClientOptions, KafkaUnavailableError, client_options, plain_errors
+from headrace.core.polling import poll, readable
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import lane_count
 from headrace.core.topic_metadata import partition_count
@@ -146,11 +147,13 @@ class LogView:
         assert consumer is not None  # noqa: S101 - narrows the type: started before
         while True:
             try:
-                batches = await consumer.getmany(timeout_ms=_AWAITED_POLL_MS if self._awaited else _IDLE_POLL_MS)
+                batches = await poll(consumer, timeout_ms=_AWAITED_POLL_MS if self._awaited else _IDLE_POLL_MS)
                 applied = 0
                 for partition, records in batches.items():
                     name = self._names[partition.topic]
-                    for record in records:
+                    kept = readable(records)
+                    self.tables.unreadable += len(records) - len(kept)
+                    for record in kept:
                         self.tables.apply(name, record)
                         applied += 1
                         if applied % 500 == 0:
@@ -161,9 +164,6 @@ class LogView:
                 for partition, first in (await consumer.beginning_offsets(list(error.args[0]))).items():
                     consumer.seek(partition, first)
                 continue
-            except UnicodeDecodeError:
-                await self._pass_unreadable(consumer)
-                continue
             except KafkaError as error:
                 logger.warning("the log can't be followed: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -172,29 +172,6 @@ class LogView:
                 self._positions = positions
                 async with self._moved:
                     self._moved.notify_all()
-
-    async def _pass_unreadable(self, consumer: AIOKafkaConsumer) -> None:
-        """Pass by records that aiokafka can't hand over: it decodes header names as UTF-8, and a broker takes any bytes."""
-        for partition, at in self._positions.items():
-            consumer.seek(partition, at)  # what the failed call had unpacked of any partition is gone with it
-        for partition in self._positions:
-            while True:
-                at = await consumer.position(partition)
-                try:
-                    batches = await consumer.getmany(partition, timeout_ms=_IDLE_POLL_MS, max_records=1)
-                except UnicodeDecodeError:
-                    # It, or the first record after it: markers have offsets too.
-                    logger.warning("left out: %s partition %d, from offset %d: a header name is no text", *partition, at)
-                    self.tables.unreadable += 1
-                    consumer.seek(partition, at + 1)
-                    continue
-                for record in batches.get(partition, ()):
-                    self.tables.apply(self._names[partition.topic], record)
-                if not batches:
-                    break
-            self._positions[partition] = await consumer.position(partition)
-        async with self._moved:
-            self._moved.notify_all()
 
     async def _reach(self, ends: Mapping[TopicPartition, int]) -> None:
         def there() -> bool:

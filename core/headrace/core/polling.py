@@ -1,0 +1,97 @@
+"""The next records of a consumer, whatever somebody has written there: how everything of ours reads Kafka.
+
+A record that aiokafka can't hand over makes its `getmany` and `getone` raise, each time anew, and takes along what the same call had
+unpacked of other partitions. Here it is handed over as an `UnreadableRecord`: who has dead letters writes one, and all others leave it out
+with `readable`, which says so once.
+
+Guarantees: each record once, each partition in offset order, nothing lost beside one that can't be read, and no wait for partitions that
+have nothing; after an error the consumer stands where it stood. Gives up: nothing; what raises otherwise (retention, a broker that is
+away, a wrong checksum) raises here too.
+"""
+
+import logging
+import zlib
+from collections.abc import Iterable
+from functools import lru_cache
+
+import cramjam
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.errors import IllegalStateError
+
+from headrace.core.raw_fetch import UnreadableRecord, positions, refill, stand
+
+__all__ = ["UnreadableRecord", "next_record", "poll", "readable"]
+
+logger = logging.getLogger(__name__)
+
+_UNPACKING = (UnicodeDecodeError, OSError, EOFError, zlib.error, cramjam.DecompressionError, MemoryError)
+"""What aiokafka lets through of its unpacking; all that has to do with Kafka itself is a `KafkaError`."""
+
+
+async def poll(
+    consumer: AIOKafkaConsumer, *partitions: TopicPartition, timeout_ms: int, max_records: int | None = None
+) -> dict[TopicPartition, list[ConsumerRecord]]:
+    """As `getmany`, with an `UnreadableRecord` in the place of each record that can't be read.
+
+    Args:
+        consumer: Started.
+        partitions: Of these; none: of all that are assigned.
+        timeout_ms: Wait so long for the first record.
+        max_records: No more than these at once.
+
+    Raises:
+        KafkaError: as `getmany`; also where a group gives other partitions in the very call that meets a record which can't be read.
+    """
+    while True:
+        before = positions(consumer, partitions)
+        # Before a group has given partitions and positions, it is not known what a failed call took along: one record takes nothing.
+        known = bool(before) and before.keys() >= set(partitions or consumer.assignment()) - consumer.paused()
+        try:
+            found: dict[TopicPartition, list[ConsumerRecord]] = await consumer.getmany(
+                *partitions, timeout_ms=timeout_ms, max_records=max_records if known else 1
+            )
+        except _UNPACKING as error:
+            if known and positions(consumer, partitions).keys() > before.keys():
+                raise IllegalStateError("partitions changed while their records were fetched, one of which can't be read") from error
+            stand(consumer, before)  # what the failed call had unpacked of any partition is gone with it
+            await refill(consumer, before)
+        else:
+            return found
+
+
+async def next_record(consumer: AIOKafkaConsumer) -> ConsumerRecord:
+    """As `getone`, of what can be read; the rest is left out as `readable` does.
+
+    Raises:
+        KafkaError: as `getone`.
+    """
+    while True:
+        before = positions(consumer)
+        try:
+            record = await consumer.getone()
+        except _UNPACKING:
+            await refill(consumer, before)
+        else:
+            if readable([record]):
+                return record
+
+
+def readable(records: Iterable[ConsumerRecord]) -> list[ConsumerRecord]:
+    """The records without those that can't be read; of each of these the log has a line, once."""
+    kept = []
+    for record in records:
+        if isinstance(record, UnreadableRecord):
+            _say(record.topic, record.partition, record.offset)
+        else:
+            kept.append(record)
+    return kept
+
+
+@lru_cache(maxsize=1024)
+def _say(topic: str, partition: int, offset: int) -> None:
+    logger.warning(
+        "left out: %s partition %d offset %d can't be read: a header's name is no UTF-8 text, or its batch can't be decompressed",
+        topic,
+        partition,
+        offset,
+    )
