@@ -8,7 +8,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from typer.testing import CliRunner
 
-from headrace.cli.main import app
+from headrace.cli.app import app
 from headrace.core.kafka import client_options
 from headrace.core.models import model_id_of
 from headrace.core.settings import KafkaSettings

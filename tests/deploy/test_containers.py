@@ -16,7 +16,7 @@ import yaml
 from click import Command, Group
 from typer.main import get_command
 
-from headrace.cli.main import app
+from headrace.cli.app import app
 from headrace.core.settings import Settings
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from headrace.cli.main import app
+from headrace.cli.app import app
 from headrace.consumers.asyncapi import asyncapi_document
 from headrace.schemas.dead_letters import DeadLetterResolved
 from headrace.schemas.envelope import type_of

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.core.test_jobs import shown
 from typer.testing import CliRunner
 
-from headrace.cli.main import app
+from headrace.cli.app import app
 from headrace.core.settings import WorkerSettings
 from headrace.schemas.jobs import TRANSITIONS, JobOptions, JobState
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from headrace.cli.main import app
+from headrace.cli.app import app
 from headrace.core.side_by_side import METRICS
 from headrace.schemas.report import ReportedGroup, ReportedTrajectory, StepReport
 from headrace.schemas.state import Fingerprint, Rebased, StartFrom, StepRecord, TrainingScalars

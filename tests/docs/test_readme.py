@@ -13,7 +13,7 @@ from tests.worker.conftest import following, learner
 from tests.worker.conftest import shared as shared  # noqa: PLC0414 - a fixture, shared
 from typer.testing import CliRunner
 
-from headrace.cli.main import app
+from headrace.cli.app import app
 from headrace.core.settings import Settings
 from headrace.schemas.state import StepRecord
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from typer.main import get_command
 
-from headrace.cli.main import app
+from headrace.cli.app import app
 from headrace.cli.replay import app as replay_app
 from headrace.consumers.replay_where import FOLDERS, NUMBERS, TEXTS, Where
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from headrace.cli.main import app
+from headrace.cli.app import app
 from headrace.core.settings import Settings, TopicSettings, WorkerSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "shadow.md").read_text()

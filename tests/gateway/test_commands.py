@@ -15,7 +15,7 @@ from tests.gateway.conftest import gateway_settings
 from tests.gateway.conftest import running as serving
 from typer.testing import CliRunner
 
-from headrace.cli.main import app
+from headrace.cli.app import app
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import apply
 from headrace.gateway.tokens import create_token

@@ -19,7 +19,7 @@ from tests.worker.groups import group
 from tests.worker.test_cut import members, sequence
 from typer.testing import CliRunner
 
-from headrace.cli.main import app
+from headrace.cli.app import app
 from headrace.consumers.cut import judge
 from headrace.consumers.lane_book import LaneBook
 from headrace.consumers.lane_commands import CommandHandler

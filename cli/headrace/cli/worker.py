@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from headrace.core.importing import importing
 from headrace.core.settings import Settings, WorkerSettings
 
 
@@ -35,7 +36,8 @@ def worker(
         return
     if not settings.base_models:
         raise typer.BadParameter("no base models are configured: set base_models in the file that HEADRACE_CONFIG names")
-    from headrace.consumers.worker import Worker  # noqa: PLC0415 - heavy
+    with importing():
+        from headrace.consumers.worker import Worker  # noqa: PLC0415 - heavy
 
     async def main() -> None:
         await Worker(settings).run()

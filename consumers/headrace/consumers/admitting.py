@@ -26,6 +26,7 @@ from headrace.consumers.admission import (
 )
 from headrace.core.errors import HeadraceError
 from headrace.core.hosted_entries import decode_hosted
+from headrace.core.importing import importing
 from headrace.core.payloads import PayloadDigestError, PayloadMissingError, PayloadUnreadableError, redeem
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
@@ -63,7 +64,8 @@ def prepare(settings: Settings, record_seconds: float, noted: Noted) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _settings, _record_seconds, _noted = settings, record_seconds, noted
     # Seconds of imports that belong to no record, while the worker starts.
-    from transformers import AutoConfig, AutoTokenizer  # noqa: F401, PLC0415 - as said
+    with importing():
+        from transformers import AutoConfig, AutoTokenizer  # noqa: F401, PLC0415 - as said
 
     # A parsed group is tens of thousands of objects without a cycle among them, and what is imported stays: to look through them for
     # garbage took half the time of decoding.

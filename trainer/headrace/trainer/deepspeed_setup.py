@@ -32,8 +32,9 @@ def join_world(world: WorldSettings, seat: Seat) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     if torch.distributed.is_initialized():
         return
-    # Said to be incompatible, the shared-memory operator is not compiled (see above); gloo does its work.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Said to be incompatible, the shared-memory operator is not compiled (see above); gloo does its work. The list is replaced, not
+    # changed: DeepSpeed makes its own when it is first looked at, and asks the C compiler about every operator (0.3 s).
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False, "deepspeed_not_implemented": False}
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
         # Some CUDA kernels add in an order of their own; a replay needs the same bits. Where there is no other kernel, torch says so once.
