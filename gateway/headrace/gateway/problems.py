@@ -17,11 +17,13 @@ from headrace.core.errors import HeadraceError
 from headrace.core.kafka import KafkaUnavailableError
 from headrace.core.reading import ReadStalledError
 from headrace.core.store import StoreUnavailableError
+from headrace.gateway.log_writer import OvertakenError
 
 RETRY_AFTER_SECONDS = 2
 Family = Literal["training-jobs", "rlor", "inference"]
 _RLOR = ("/v1/accounts", "/training/", "/hot_load/", "/v1/models/hot_load")
 _INFERENCE = ("/v1/chat", "/v1/completions", "/inference/")
+_ABORTED = 10
 # google.rpc.Code by HTTP status.
 _CODES = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 412: 9, 413: 11, 422: 3, 425: 9, 429: 8, 499: 1, 500: 13, 501: 12, 503: 14, 504: 4}
 FAILED_PRECONDITION = 9
@@ -113,7 +115,12 @@ def install(app: FastAPI) -> None:
     async def away(request: Request, error: Exception) -> JSONResponse:
         return answer(request.url.path, ProblemError(503, str(error)))
 
+    async def overtaken(request: Request, error: Exception) -> JSONResponse:
+        # Who sends it again is judged by what there is now: the clients may do so themselves.
+        return answer(request.url.path, ProblemError(409, str(error), headers={"x-should-retry": "true"}, code=_ABORTED))
+
     app.add_exception_handler(ProblemError, problem)
+    app.add_exception_handler(OvertakenError, overtaken)
     app.add_exception_handler(UnprocessableError, unprocessable)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, plain)

@@ -2,7 +2,7 @@
 
 Guarantees: a resource that is deleted and made anew has another incarnation, and so have its parts; what was meant for the one before
 does not become part of it. A file of a dataset is a record of its own, so that two gateways that take in two files do not overwrite each
-other. Gives up: telling two gateways apart that make the same resource at the same moment; the record that comes later stays.
+other; of two that make the same resource in the same moment one does (`log_writer.Turn`).
 """
 
 from datetime import datetime

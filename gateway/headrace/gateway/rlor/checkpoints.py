@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
 from headrace.gateway.gate import OpenGate
-from headrace.gateway.log_writer import sealed
+from headrace.gateway.log_writer import Turn, sealed
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.bodies import object_of, read_as
 from headrace.gateway.rlor.job_facts import KIND, Job, changing, find_job
@@ -110,7 +110,9 @@ async def promote(account: str, checkpoint: str, request: Request, caller: OwnAc
         alias = ModelAlias(account=account, id=output, job=job_id, model_id=job.fact.model_id, version=version, owner=caller.owner)
         key = model_alias_key(account, output)
         record = sealed(alias, topic=gate.settings.topic_names.gateway, key=key)
-        await gate.writer.commit([record], is_in=lambda: gate.view.tables.facts.get(key) == alias)
+        facts = gate.view.tables.facts
+        turn = Turn(of=account, still=lambda: key not in facts)
+        await gate.writer.commit([record], is_in=lambda: facts.get(key) == alias, turn=turn)
     return Promoted(model=PromotedModel(name=name_of(account, "models", output), kind=_kind(job, "HF_PEFT_ADDON", "HF_BASE_MODEL")))
 
 

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from headrace.core.store import StoreError
 from headrace.gateway.gate import Gate
-from headrace.gateway.log_writer import Sealed, sealed
+from headrace.gateway.log_writer import Sealed, Turn, sealed
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.dataset_facts import Dataset, find_dataset
 from headrace.gateway.rlor.dataset_files import delete_files, take_in
@@ -151,6 +151,18 @@ async def remove_files(gate: Gate, files: list[DatasetFile]) -> None:
         await asyncio.to_thread(delete_files, gate.store, files)
     except StoreError as error:
         logger.warning("%d files of dataset %s stay in the store, unused: %s", len(files), files[0].dataset, error)
+
+
+async def write_new(gate: Gate, fact: DatasetFact) -> None:
+    """Write the fact of a dataset that nobody has made yet.
+
+    Raises:
+        OvertakenError: somebody has, meanwhile.
+        KafkaUnavailableError: nothing was changed.
+    """
+    facts, key = gate.view.tables.facts, dataset_key(fact.account, fact.dataset)
+    turn = Turn(of=fact.account, still=lambda: key not in facts)
+    await gate.writer.commit([_fact_record(gate, fact, key)], is_in=lambda: facts.get(key) == fact, turn=turn)
 
 
 async def write_fact(gate: Gate, fact: DatasetFact) -> None:

@@ -12,10 +12,19 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from headrace.gateway.gate import OpenGate
-from headrace.gateway.log_writer import Sealed
+from headrace.gateway.log_writer import OvertakenError, Sealed
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.dataset_facts import Dataset, find_dataset, with_files
-from headrace.gateway.rlor.dataset_uploads import add_file, body_file, complete, file_name_of, multipart_file, remove_files, write_fact
+from headrace.gateway.rlor.dataset_uploads import (
+    add_file,
+    body_file,
+    complete,
+    file_name_of,
+    multipart_file,
+    remove_files,
+    write_fact,
+    write_new,
+)
 from headrace.gateway.rlor.lists import Asked, listed
 from headrace.gateway.rlor.masks import ReadMask, answered
 from headrace.gateway.rlor.names import OwnAccount, check_id
@@ -111,7 +120,7 @@ async def create_dataset(account: str, body: CreateDataset, caller: OwnAccount, 
         check_url(asked.external_url)
     tables = await gate.view.fresh()
     if dataset_key(account, dataset) in tables.facts:
-        raise ProblemError(409, f"accounts/{account}/datasets/{dataset} exists: delete it first, or take another datasetId")
+        raise _exists(account, dataset)
     fact = DatasetFact(
         account=account,
         dataset=dataset,
@@ -123,7 +132,10 @@ async def create_dataset(account: str, body: CreateDataset, caller: OwnAccount, 
         external_url=asked.external_url or None,
         state="READY" if asked.external_url else "UPLOADING",
     )
-    await write_fact(gate, fact)
+    try:
+        await write_new(gate, fact)
+    except OvertakenError:
+        raise _exists(account, dataset) from None
     return _shown(Dataset(fact, []))
 
 
@@ -212,6 +224,10 @@ async def delete_dataset(account: str, dataset: str, caller: OwnAccount, gate: O
     await gate.writer.commit(gone, is_in=lambda: key not in gate.view.tables.facts)
     await remove_files(gate, list(found.files))
     return Empty()
+
+
+def _exists(account: str, dataset: str) -> ProblemError:
+    return ProblemError(409, f"accounts/{account}/datasets/{dataset} exists: delete it first, or take another datasetId")
 
 
 def _shown(dataset: Dataset) -> DatasetObject:

@@ -7,13 +7,14 @@ under its name.
 """
 
 import uuid
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
 from headrace.gateway.gate import Gate, OpenGate
-from headrace.gateway.log_writer import Sealed, sealed
+from headrace.gateway.log_writer import OvertakenError, Sealed, Turn, sealed
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.bodies import object_of, read_as
 from headrace.gateway.rlor.deployed_facts import deployed_of
@@ -84,13 +85,14 @@ async def create_deployment(
     tables = await gate.view.fresh()
     base_model = _checked(gate, tables, account, fields)
     deployment = check_id(deployment_id, "deploymentId") if deployment_id else f"d-{uuid.uuid4().hex[:12]}"
-    if deployment_key(account, deployment) in tables.facts:
-        raise ProblemError(409, f"{name_of(account, 'deployments', deployment)} exists: delete it first, or take another deploymentId")
-    if is_of_another(tables, account, deployment):
-        raise ProblemError(409, f"deploymentId {deployment!r} is taken: engines know deployments by their ids alone, so take another")
+    if (problem := _taken(tables, account, deployment)) is not None:
+        raise problem
     fact = DeploymentFact(account=account, id=deployment, owner=caller.owner, base_model=base_model, request=_normal(fields))
     if not validate_only:
-        await _write(gate, fact)
+        try:
+            await _write(gate, fact, still=lambda: _taken(tables, account, deployment) is None)
+        except OvertakenError as error:
+            raise (_taken(tables, account, deployment) or error) from None
     return answered(_shown(gate.view.tables, deployment_of(fact)), "")
 
 
@@ -181,7 +183,7 @@ async def _change(gate: Gate, account: str, deployment: str, changes: dict[str, 
     if _checked(gate, tables, account, fields) != found.fact.base_model:
         raise ProblemError(400, f"baseModel: that of {found.name} can't be changed: create another deployment")
     fact = found.fact.model_copy(update={"request": _normal(fields), "updated_at": utc_now()})
-    await _write(gate, fact)
+    await _write(gate, fact, still=lambda: tables.facts.get(deployment_key(account, deployment)) == found.fact)
     return answered(_shown(gate.view.tables, deployment_of(fact)), "")
 
 
@@ -229,10 +231,20 @@ def _shown(tables: Tables, found: Deployment) -> DeploymentObject:
     )
 
 
-async def _write(gate: Gate, fact: DeploymentFact) -> None:
+def _taken(tables: Tables, account: str, deployment: str) -> ProblemError | None:
+    if deployment_key(account, deployment) in tables.facts:
+        return ProblemError(409, f"{name_of(account, 'deployments', deployment)} exists: delete it first, or take another deploymentId")
+    if is_of_another(tables, account, deployment):
+        return ProblemError(409, f"deploymentId {deployment!r} is taken: engines know deployments by their ids alone, so take another")
+    return None
+
+
+async def _write(gate: Gate, fact: DeploymentFact, *, still: Callable[[], bool]) -> None:
     key = deployment_key(fact.account, fact.id)
     record = sealed(fact, topic=gate.settings.topic_names.gateway, key=key)
-    await gate.writer.commit([record], is_in=lambda: gate.view.tables.facts.get(key) == fact)
+    # An id is one account's: those of all accounts take turns.
+    turn = Turn(of=f"deployments/{fact.id}", still=still)
+    await gate.writer.commit([record], is_in=lambda: gate.view.tables.facts.get(key) == fact, turn=turn)
 
 
 async def _remove(gate: Gate, keys: list[str]) -> None:

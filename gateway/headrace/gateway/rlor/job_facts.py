@@ -1,7 +1,7 @@
 """RLOR jobs as the gateway knows them: their facts, read back into the fields that were asked for, and how each stands.
 
-Guarantees: within one gateway, what changes a job goes one at a time (`changing`). Gives up: that across gateways; of two steps that two
-gateways are asked for at the same moment both are trained and named, and the job shows the later one.
+Guarantees: within one gateway, what changes a job goes one at a time (`changing`); across gateways, what was decided on a record that has
+changed since is not written (`steps.write_job`).
 """
 
 import asyncio

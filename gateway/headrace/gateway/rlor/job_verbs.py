@@ -1,7 +1,8 @@
 """What is asked of an RLOR job after its creation: `:executeTrainStep`, `:cancel`, `:resume`.
 
 Guarantees: an answer is given after the commit; what a job's state does not allow is 400 with gRPC's FAILED_PRECONDITION and the state. A
-step that is asked for again by the client's own retry is done once. Gives up: steps side by side; one after the other.
+step that is asked for again by the client's own retry is done once. Of two changes of one job that two gateways are asked for in the same
+moment one is made; the other is 409, with leave to repeat it. Gives up: steps side by side; one after the other.
 """
 
 from fastapi import APIRouter, Request
@@ -17,7 +18,7 @@ from headrace.gateway.rlor.job_facts import Job, changing, find_job
 from headrace.gateway.rlor.job_state import step_views
 from headrace.gateway.rlor.names import OwnAccount, id_in
 from headrace.gateway.rlor.shown_job import RlorTrainerJob, shown
-from headrace.gateway.rlor.steps import output_model, prepare, without_step, write_job
+from headrace.gateway.rlor.steps import output_model, prepare, without_step, write_job, write_step
 from headrace.gateway.rlor.wire import Empty, Wire
 from headrace.gateway.tables import Tables
 from headrace.schemas.base import utc_now
@@ -58,7 +59,7 @@ async def execute_train_step(account: str, job_id: str, request: Request, caller
             raise job.refused("execute a train step of a")
         output = output_model(tables, gate, account, asked.output_model, "outputModel")
         step = await prepare(gate, tables, job.fact, job.fields, dataset=asked.dataset, output=output, owner=caller.owner)
-        await write_job(gate, step.fact, step.records)
+        await write_step(gate, step, before=job.fact)
     return Empty()
 
 
@@ -73,7 +74,8 @@ async def cancel_job(account: str, job_id: str, request: Request, caller: OwnAcc
         if job.fact.cancelled_at is None:
             open_jobs = [view.job_id for view in step_views(tables, job.fact) if not view.final]
             commands = [CancelJob(model_id=job.fact.model_id, job_id=training_job) for training_job in open_jobs]
-            await write_job(gate, job.fact.model_copy(update={"cancelled_at": utc_now()}), _sealed(gate, commands))
+            fact = job.fact.model_copy(update={"cancelled_at": utc_now()})
+            await write_job(gate, fact, _sealed(gate, commands), before=job.fact)
     return Empty()
 
 
@@ -99,7 +101,8 @@ async def _resume(gate: Gate, tables: Tables, job: Job, owner: str) -> None:
         return  # nothing is left to do
     if job.stands.state == "PAUSED":
         paused = [view.job_id for view in step_views(tables, fact) if view.state is JobState.PAUSED]
-        await write_job(gate, fact, _sealed(gate, [ResumeJob(model_id=fact.model_id, job_id=training_job) for training_job in paused]))
+        commands_of_it = [ResumeJob(model_id=fact.model_id, job_id=training_job) for training_job in paused]
+        await write_job(gate, fact, _sealed(gate, commands_of_it), before=fact)
         return
     if model is None or model.status in {"deleting", "deleted"}:
         raise job.refused("resume")
@@ -107,10 +110,10 @@ async def _resume(gate: Gate, tables: Tables, job: Job, owner: str) -> None:
     again = fact.model_copy(update={"resumed_at": utc_now(), "cancelled_at": None})
     failed = any(view.state in {JobState.FAILED, JobState.CANCELLED} for view in step_views(tables, fact))
     if job.fields.keep_alive or fact.step is None or not failed:
-        await write_job(gate, without_step(tables, again) if failed else again, _sealed(gate, commands))
+        await write_job(gate, without_step(tables, again) if failed else again, _sealed(gate, commands), before=fact)
         return
     step = await prepare(gate, tables, again, job.fields, dataset=fact.step.dataset or "", output=fact.step.output_model, owner=owner)
-    await write_job(gate, step.fact, [*_sealed(gate, commands), *step.records])
+    await write_step(gate, step, _sealed(gate, commands), before=fact)
 
 
 def _sealed(gate: Gate, commands: list[Command] | list[CancelJob] | list[ResumeJob]) -> list[Sealed]:

@@ -1,8 +1,9 @@
 """RLOR trainer jobs: create, get, list, delete. What else is asked of one is in `job_verbs`.
 
-Guarantees: a creation is one transaction (the job, the command that creates its model, and with `dataset` its step); a creation that is
-repeated by the client's own retry is answered as the first. Unknown keys are taken, as the hosted service's own clients send some, and
-`status.message` names what has no effect. Gives up: `trainingShape`; validations can't be skipped.
+Guarantees: a creation is one transaction (the job, the command that creates its model, and with `dataset` its step); of two of one id, at
+whatever gateways, one is answered with 200; one that is repeated by the client's own retry is answered as the first. Unknown keys are
+taken, as the hosted service's own clients send some, and `status.message` names what has no effect. Gives up: `trainingShape`; validations
+can't be skipped.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from fastapi.responses import JSONResponse
 from headrace.core.lanes import lane_of
 from headrace.gateway.access import Caller
 from headrace.gateway.gate import Gate, OpenGate
-from headrace.gateway.log_writer import Sealed, sealed
+from headrace.gateway.log_writer import OvertakenError, Sealed, sealed
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.bodies import object_of, read_as
 from headrace.gateway.rlor.deployment_facts import check_own_bucket, is_of_another
@@ -30,7 +31,7 @@ from headrace.gateway.rlor.masks import ReadMask, answered
 from headrace.gateway.rlor.names import PROJECT, OwnAccount, id_in, name_of, rlor_model_id
 from headrace.gateway.rlor.s3_datasets import S3_SECRET, credentials
 from headrace.gateway.rlor.shown_job import RlorTrainerJob, shown
-from headrace.gateway.rlor.steps import output_model, prepare, write_job
+from headrace.gateway.rlor.steps import output_model, prepare, write_job, write_step
 from headrace.gateway.rlor.tracking import can_track
 from headrace.gateway.rlor.warm_start import warm_start
 from headrace.gateway.rlor.wire import Empty, Wire
@@ -38,7 +39,7 @@ from headrace.gateway.secret_box import SecretBox, SecretBoxError
 from headrace.gateway.tables import Tables
 from headrace.schemas.base import utc_now
 from headrace.schemas.commands import CreateModel, DeleteModel
-from headrace.schemas.rlor import RlorJob
+from headrace.schemas.rlor import RlorJob, rlor_job_key
 from headrace.schemas.weights import WeightsRef
 
 router = APIRouter(prefix="/v1/accounts/{account}/rlorTrainerJobs", tags=["RLOR: jobs"])
@@ -86,17 +87,21 @@ async def create_job(
     repeated = request.headers.get("x-stainless-retry-count", "0") not in {"", "0"}
     # Without an id, those that ask for the same take turns: one may be the other's retry.
     turn = job_id or f"/{hashlib.sha256(orjson.dumps(raw)).hexdigest()}"
-    async with changing(gate, account, turn) as tables:
-        check_own_bucket(tables, account, fields.hot_load_deployment_id)
-        _check_deployments(tables, account, fields)
-        known = _known(tables, account, job_id)
-        fact = _fact(gate, tables, caller, fields, job_id=job_id or str(uuid.uuid4()), idle=_idle(raw, fields))
-        if (same := await _repeated(tables, fact, known, named=bool(job_id)) if repeated else None) is not None:
-            return _answer(same)
-        if known is not None:
-            raise ProblemError(409, f"{known.name} exists and is JOB_STATE_{known.stands.state}: delete it first, or take another id")
-        await _create(gate, tables, fact)
-        return _answer(find_job(gate.view.tables, account, fact.id))
+    while True:
+        async with changing(gate, account, turn) as tables:
+            check_own_bucket(tables, account, fields.hot_load_deployment_id)
+            _check_deployments(tables, account, fields)
+            known = _known(tables, account, job_id)
+            fact = _fact(gate, tables, caller, fields, job_id=job_id or str(uuid.uuid4()), idle=_idle(raw, fields))
+            if (same := await _repeated(tables, fact, known, named=bool(job_id)) if repeated else None) is not None:
+                return _answer(same)
+            if known is not None:
+                raise ProblemError(409, f"{known.name} exists and is JOB_STATE_{known.stands.state}: delete it first, or take another id")
+            try:
+                await _create(gate, tables, fact)
+            except OvertakenError:
+                continue  # somebody has made it, or its output, in the same moment: the next look says what
+            return _answer(find_job(gate.view.tables, account, fact.id))
 
 
 @router.get("", response_model=Listing)
@@ -136,11 +141,12 @@ async def delete_job(account: str, job_id: str, caller: OwnAccount, gate: OpenGa
             record = sealed(
                 command, topic=gate.settings.topic_names.commands, key=command.model_id, partition=_lane(gate, command.model_id)
             )
-            await write_job(gate, job.fact.model_copy(update={"deleted_at": utc_now()}), [record])
+            await write_job(gate, job.fact.model_copy(update={"deleted_at": utc_now()}), [record], before=job.fact)
     return Empty()
 
 
 async def _create(gate: Gate, tables: Tables, fact: RlorJob) -> None:
+    before = tables.facts.get(rlor_job_key(fact.account, fact.id))
     fields = JobFields.model_validate(fact.request)
     config = fields.training_config
     start: WeightsRef | None = None
@@ -162,8 +168,9 @@ async def _create(gate: Gate, tables: Tables, fact: RlorJob) -> None:
     if fields.dataset:
         output = output_model(tables, gate, fact.account, config.output_model or fact.id, "trainingConfig.outputModel")
         step = await prepare(gate, tables, fact, fields, dataset=fields.dataset, output=output, owner=fact.owner)
-        fact, records = step.fact, [*records, *step.records]
-    await write_job(gate, fact, records)
+        await write_step(gate, step, records, before=before)
+    else:
+        await write_job(gate, fact, records, before=before)
 
 
 def _fact(gate: Gate, tables: Tables, caller: Caller, fields: JobFields, *, job_id: str, idle: tuple[str, ...]) -> RlorJob:

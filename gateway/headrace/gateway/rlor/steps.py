@@ -7,16 +7,18 @@ up: undoing an epoch; each is a version of its own, and the last one is what the
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import orjson
+from pydantic import BaseModel
 
 from headrace.core.lanes import lane_of
 from headrace.core.settings import S3Settings
 from headrace.gateway.gate import Gate
 from headrace.gateway.job_records import job_records
-from headrace.gateway.log_writer import Sealed, sealed
+from headrace.gateway.log_writer import Sealed, Turn, sealed
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.dataset_facts import ready_dataset
 from headrace.gateway.rlor.deployment_facts import snapshot_folder
@@ -43,6 +45,10 @@ class Prepared:
     fact: RlorJob
     records: tuple[Sealed, ...]
     """All but the job's own fact."""
+    output: str
+    """Key of the name of what comes of it."""
+    named: BaseModel | None
+    """What that name was when this was decided; None: nothing."""
 
 
 def output_model(tables: Tables, gate: Gate, account: str, name: str, field: str) -> str:
@@ -74,6 +80,8 @@ async def prepare(gate: Gate, tables: Tables, fact: RlorJob, fields: JobFields, 
         StoreUnavailableError: the store.
     """
     account = fact.account
+    output_key = model_alias_key(account, output)
+    named = tables.facts.get(output_key)
     data = StepData(
         store=gate.store,
         access=_access(gate, fact),
@@ -115,7 +123,7 @@ async def prepare(gate: Gate, tables: Tables, fact: RlorJob, fields: JobFields, 
         about = GatewayJob(job_id=job_id, model_id=fact.model_id, account=account, owner=owner, api="rlor", content=content)
         records += [*groups, *job_records(training, about, topics=topics, lane=lane)]
     alias = ModelAlias(account=account, id=output, job=fact.id, model_id=fact.model_id, training_job=ids[-1], owner=owner)
-    records.append(sealed(alias, topic=topics.gateway, key=model_alias_key(account, output)))
+    records.append(sealed(alias, topic=topics.gateway, key=output_key))
     step = RlorStep(
         dataset=data.dataset.fact.dataset,
         output_model=output,
@@ -123,7 +131,8 @@ async def prepare(gate: Gate, tables: Tables, fact: RlorJob, fields: JobFields, 
         groups=len(staged.group_ids[0]),
         evaluation_groups=0 if staged.evaluation is None else staged.evaluation.groups,
     )
-    return Prepared(fact=without_step(tables, fact).model_copy(update={"step": step}), records=tuple(records))
+    asked = without_step(tables, fact).model_copy(update={"step": step})
+    return Prepared(fact=asked, records=tuple(records), output=output_key, named=named)
 
 
 def without_step(tables: Tables, fact: RlorJob) -> RlorJob:
@@ -138,15 +147,44 @@ def without_step(tables: Tables, fact: RlorJob) -> RlorJob:
     return fact.model_copy(update={"step": None, "steps_before": fact.steps_before + 1, "seconds_before": seconds})
 
 
-async def write_job(gate: Gate, fact: RlorJob, records: Sequence[Sealed] = ()) -> None:
+async def write_step(gate: Gate, step: Prepared, others: Sequence[Sealed] = (), *, before: BaseModel | None) -> None:
+    """Commit a step with its job's record; otherwise as `write_job`."""
+    await write_job(gate, step.fact, [*others, *step.records], before=before, named={step.output: step.named})
+
+
+async def write_job(
+    gate: Gate,
+    fact: RlorJob,
+    records: Sequence[Sealed] = (),
+    *,
+    before: BaseModel | None,
+    named: Mapping[str, BaseModel | None] = MappingProxyType({}),
+) -> None:
     """Commit a job's record, with what goes with it, in one transaction.
 
+    Args:
+        gate: The gateway's.
+        fact: The record as it is to be.
+        records: What goes with it.
+        before: The record under this id as it was when this was decided; None: there was none.
+        named: Other facts that this rests on, by their keys, as they were then.
+
     Raises:
+        OvertakenError: one of these has changed meanwhile; nothing is committed.
         KafkaUnavailableError: it is not committed, or nobody can say.
     """
-    key = rlor_job_key(fact.account, fact.id)
+    facts, key = gate.view.tables.facts, rlor_job_key(fact.account, fact.id)
+
+    def still() -> bool:
+        return all(facts.get(of) == was for of, was in {**named, key: before}.items())
+
+    def is_in() -> bool:
+        now = facts.get(key)
+        is_new = not isinstance(before, RlorJob) or before.nonce != fact.nonce
+        return now == fact or (is_new and isinstance(now, RlorJob) and now.nonce == fact.nonce)
+
     own = sealed(fact, topic=gate.settings.topic_names.gateway, key=key)
-    await gate.writer.commit([*records, own], is_in=lambda: gate.view.tables.facts.get(key) == fact)
+    await gate.writer.commit([*records, own], is_in=is_in, turn=Turn(of=fact.account, still=still))
 
 
 def _access(gate: Gate, fact: RlorJob) -> S3Settings | None:

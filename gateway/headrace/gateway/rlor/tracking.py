@@ -14,14 +14,15 @@ import logging
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord
 from aiokafka.errors import KafkaError
 
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
-from headrace.core.model_views import open_kept
+from headrace.core.kept import kept_or_none
+from headrace.core.polling import poll, readable
 from headrace.gateway.gate import Gate
 from headrace.gateway.rlor.job_facts import job_of
 from headrace.gateway.rlor.job_fields import JobFields, WandbConfig
@@ -87,10 +88,10 @@ class _Tracker:
             try:
                 await consumer.start()
                 while True:
-                    batches = await consumer.getmany(timeout_ms=1000)
+                    batches = await poll(consumer, timeout_ms=1000)
                     if batches:
                         await view.fresh()
-                        await asyncio.to_thread(self._write, [record for records in batches.values() for record in records])
+                        await asyncio.to_thread(self._write, [record for records in batches.values() for record in readable(records)])
                         await consumer.commit()
                     if over := [key for key, job in self._of.items() if job_of(view.tables, job).stands.state in OVER]:
                         await asyncio.to_thread(self._close, over)
@@ -116,9 +117,9 @@ class _Tracker:
     def _write(self, records: Iterable[ConsumerRecord]) -> None:
         jobs = {job.model_id: job for job in self._jobs() if _asks(job)}
         for record in records:
-            step = cast("StepRecord", open_kept(record, (StepRecord,)))
-            job = jobs.get(step.model_id)
-            if job is not None and step.committed_at >= job.created_at:
+            step = kept_or_none(record, (StepRecord,))
+            job = jobs.get(step.model_id) if isinstance(step, StepRecord) else None
+            if job is not None and isinstance(step, StepRecord) and step.committed_at >= job.created_at:
                 self._log(job, step)
 
     def _log(self, job: RlorJob, step: StepRecord) -> None:

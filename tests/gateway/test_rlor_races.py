@@ -1,0 +1,122 @@
+"""Two gateways that are asked for one thing in the same moment: one does it, the other says so."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import pytest
+from tests.gateway.conftest import running
+from tests.gateway.lane_double import LaneDouble
+from tests.gateway.rlor_calls import ACCOUNT, JOBS, create, dataset, keep_alive, one_shot, state
+from tests.gateway.test_rlor_jobs import submitted
+
+from headrace.core.settings import Settings
+from headrace.gateway.log_writer import OvertakenError, Turn, sealed
+from headrace.gateway.rlor.names import rlor_model_id
+from headrace.gateway.tokens import create_token
+from headrace.schemas.rlor_resources import ModelAlias, model_alias_key
+
+ROUNDS = 5
+
+
+@pytest.fixture
+async def gateways(settings: Settings) -> AsyncIterator[list[httpx.AsyncClient]]:
+    """Three gateways over the same topics."""
+    async with AsyncExitStack() as stack:
+        found = []
+        for name in "abc":
+            own = settings.gateway.model_copy(update={"instance": name})
+            found.append(await stack.enter_async_context(running(settings.model_copy(update={"gateway": own}))))
+        yield found
+
+
+def codes(answers: list[httpx.Response]) -> list[int]:
+    return sorted(answer.status_code for answer in answers)
+
+
+async def test_one_of_several_that_make_a_job_of_one_id_makes_it_and_its_step(settings: Settings, gateways: list[httpx.AsyncClient]):
+    await dataset(gateways[0], "d1")
+    for n in range(ROUNDS):
+        bodies = [one_shot(displayName=f"by {k}") for k in range(len(gateways))]
+        answers = await asyncio.gather(*(create(http, f"job-{n}", body) for http, body in zip(gateways, bodies, strict=True)))
+        assert codes(answers) == [200, 409, 409], [answer.text for answer in answers]
+        made = next(answer.json() for answer in answers if answer.status_code == 200)
+        assert all(answer.json()["code"] == 6 for answer in answers if answer.status_code == 409)
+        for http in gateways:
+            assert (await http.get(f"{JOBS}/job-{n}")).json()["displayName"] == made["displayName"]
+    _groups, jobs = await submitted(settings)
+    assert len(jobs) == ROUNDS  # nothing of those that lost is trained
+
+
+async def test_one_of_several_that_take_a_name_has_it(settings: Settings, gateways: list[httpx.AsyncClient]):
+    for n in range(ROUNDS):
+        body = {"datasetId": f"d-{n}", "dataset": {"format": "RL", "userUploaded": {}}}
+        answers = await asyncio.gather(*(http.post(f"{ACCOUNT}/datasets", json=body) for http in gateways))
+        assert codes(answers) == [200, 409, 409], [answer.text for answer in answers]
+        asked = {"baseModel": "tiny"}
+        ids = {"deploymentId": f"dep-{n}"}
+        answers = await asyncio.gather(*(http.post(f"{ACCOUNT}/deployments", params=ids, json=asked) for http in gateways))
+        assert codes(answers) == [200, 409, 409], [answer.text for answer in answers]
+    await dataset(gateways[0], "d1")
+    # Of two jobs, one output model.
+    bodies = [one_shot(trainingConfig={"baseModel": "tiny", "outputModel": "out"}) for _ in gateways]
+    answers = await asyncio.gather(*(create(http, f"j{k}", body) for k, (http, body) in enumerate(zip(gateways, bodies, strict=True))))
+    assert codes(answers) == [200, 409, 409], [answer.text for answer in answers]
+    assert all("models/out exists" in answer.json()["message"] for answer in answers if answer.status_code == 409)
+
+
+async def test_one_step_is_trained_of_several_that_are_asked_for_at_once(settings: Settings, gateways: list[httpx.AsyncClient]):
+    await dataset(gateways[0], "d1")
+    assert (await create(gateways[0], "keep", keep_alive())).status_code == 200
+    await LaneDouble(gateways[0].gate).take_up(rlor_model_id("default", "keep"))  # type: ignore[attr-defined]
+    assert await state(gateways[0], "keep") == "RUNNING"
+    bodies = [{"dataset": "d1", "outputModel": f"out-{k}"} for k in range(len(gateways))]
+    calls = [http.post(f"{JOBS}/keep:executeTrainStep", json=body) for http, body in zip(gateways, bodies, strict=True)]
+    answers = await asyncio.gather(*calls)
+    assert [answer.status_code for answer in answers].count(200) == 1, [answer.text for answer in answers]
+    for answer in answers:
+        if answer.status_code == 409:  # it was decided on what had changed since; who sends it again hears why
+            assert (answer.json()["code"], answer.headers["x-should-retry"]) == (10, "true")
+        elif answer.status_code != 200:
+            assert "has not ended" in answer.json()["message"]
+    _groups, jobs = await submitted(settings)
+    assert len(jobs) == 1
+
+
+async def test_what_was_decided_on_the_same_sight_is_written_once(settings: Settings, gateways: list[httpx.AsyncClient]):
+    """The interleaving itself: all have looked before any writes, and one that was fenced while it held the turn looks again."""
+    gates: list[Any] = [http.gate for http in gateways]  # type: ignore[attr-defined]
+    topic = settings.topic_names.gateway
+    for n in range(ROUNDS):
+        key = model_alias_key("acc", f"m{n}")
+
+        def claim(gate: Any, k: int, name: str = f"m{n}", key: str = key) -> Any:
+            alias = ModelAlias(account="acc", id=name, job=f"job-{k}", model_id="m", owner="o")
+            facts = gate.view.tables.facts
+            turn = Turn(of="acc", still=lambda: key not in facts)
+            return gate.writer.commit([sealed(alias, topic=topic, key=key)], is_in=lambda: facts.get(key) == alias, turn=turn)
+
+        done = await asyncio.gather(*(claim(gate, k) for k, gate in enumerate(gates)), return_exceptions=True)
+        assert [type(result) for result in done if result is not None] == [OvertakenError] * 2, done
+        winner = done.index(None)
+        for gate in gates:
+            fact = (await gate.view.fresh()).facts[key]
+            assert (isinstance(fact, ModelAlias) and fact.job) == f"job-{winner}"
+
+
+async def test_a_deployments_id_is_one_accounts_also_when_two_ask_at_once(settings: Settings, tmp_path: Any):
+    keys = [{"X-Api-Key": create_token(tmp_path / "tokens", account=account, owner="o")[1]} for account in ("left", "right")]
+    async with AsyncExitStack() as stack:
+        https = []
+        for name in "ab":
+            own = settings.gateway.model_copy(update={"instance": name, "tokens_file": tmp_path / "tokens"})
+            https.append(await stack.enter_async_context(running(settings.model_copy(update={"gateway": own}))))
+        answers = await asyncio.gather(
+            *(
+                http.post(f"/v1/accounts/{account}/deployments", params={"deploymentId": "dep"}, json={"baseModel": "tiny"}, headers=key)
+                for http, account, key in zip(https, ("left", "right"), keys, strict=True)
+            )
+        )
+        assert codes(answers) == [200, 409], [answer.text for answer in answers]
