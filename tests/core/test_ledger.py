@@ -102,9 +102,15 @@ async def test_records_that_can_not_be_raise_with_their_place(settings: Settings
         await read_ledger(settings, model)
 
 
-async def test_a_record_that_can_not_be_read_raises_with_its_place(settings: Settings, model: str, producing: Producing):
+async def test_a_step_that_can_not_be_read_raises_with_its_place_and_what_is_no_step_is_left_out(
+    settings: Settings, model: str, producing: Producing
+):
+    await write(settings, [record(1, model_id=model)], key=model)
+    where = {"topic": settings.topic_names.steps, "key": model.encode(), "partition": lane_of(model, LANES)}
     async with producing() as producer:
-        sent = await producer.send_and_wait(settings.topic_names.steps, b"{}", key=model.encode(), partition=lane_of(model, LANES))
+        await producer.send_and_wait(**where, value=b"{}")
+        assert [found.step for found in await read_ledger(settings, model)] == [1]
+        sent = await producer.send_and_wait(**where, value=b"{}", headers=[("ce_type", b"headrace.step-record.v2")])
     place = f"{settings.topic_names.steps} partition {lane_of(model, LANES)} offset {sent.offset} can't be read: "
     with pytest.raises(LedgerError, match=place):
         await read_ledger(settings, model)

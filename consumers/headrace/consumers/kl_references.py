@@ -18,9 +18,9 @@ from pathlib import Path
 
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions
+from headrace.core.kept import kept_or_none
 from headrace.core.reading import stream_to_end
 from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError, ObjectStore, fetch_folder, read_manifest
-from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.state import StepRecord
 from headrace.schemas.weights import WeightsRef
 from headrace.trainer.groups import TokenizedGroup
@@ -136,9 +136,8 @@ class KlReferences:
         if key not in self._weights:
             async for records in stream_to_end(self._options, self._topic, [self._lane]):
                 for record in records:
-                    found = open_record(record.value, header_text(record.headers), (StepRecord,))
-                    assert isinstance(found, StepRecord)  # noqa: S101 - narrows the type: nothing else was asked for
-                    self.note(found)
+                    if isinstance(found := kept_or_none(record, (StepRecord,)), StepRecord):
+                        self.note(found)
         if key not in self._weights:
             raise ReferenceMissingError(f"the ledger has no step {step} of model {model_id}, which the KL reference names")
         return self._weights[key]

@@ -10,9 +10,9 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from headrace.core.fetching import records_in, single_reader
 from headrace.core.kafka import ClientOptions, plain_errors
+from headrace.core.kept import kept_or_none
 from headrace.core.polling import UnreadableRecord
 from headrace.core.reading import OffsetLostError, end_offsets
-from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.state import ModelState, StepRecord
 
 
@@ -49,7 +49,7 @@ async def _first_of(consumer: AIOKafkaConsumer, state: ModelState, step: int, sp
         async for record in records:
             if isinstance(record, UnreadableRecord) or record.key != state.model_id.encode():
                 continue
-            opened = open_record(record.value, header_text(record.headers), (StepRecord,))
+            opened = kept_or_none(record, (StepRecord,))
             if isinstance(opened, StepRecord) and (opened.incarnation, opened.step) == (state.incarnation, step):
                 return opened
     (where,) = consumer.assignment()

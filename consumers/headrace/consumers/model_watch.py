@@ -5,8 +5,8 @@ and what is requested is served even where its model was deleted: the name of a 
 
 Guarantees: a model is seen as soon as the command that creates it is in the log, also with no worker alive; nothing is said before all that
 was written at the start has been read, so an engine that starts late goes to the latest versions only; it lives through broker outages.
-A version counts only if it is of the incarnation that the model's owner wrote last. A lane that can't be read keeps its former models, and
-the log says why. Gives up: telling a model's first version from its creation in one look, since topics have no order between them.
+A version counts only if it is of the incarnation that the model's owner wrote last. What is not ours in these topics is left out, and the
+log says so. Gives up: telling a model's first version from its creation in one look, since topics have no order between them.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from headrace.consumers.weight_target import WeightTarget
 from headrace.core.commands import commands_through
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options
-from headrace.core.model_views import ModelView, fold
+from headrace.core.kept import kept_or_none, latest_kept
+from headrace.core.model_views import STATES, ModelView, fold
 from headrace.core.reading import follow_all
 from headrace.core.settings import Settings
 from headrace.schemas.deployments import DeployedModel, HotLoad
-from headrace.schemas.envelope import header_text, open_record
-from headrace.schemas.errors import CodecError
+from headrace.schemas.gateway import FACTS
 from headrace.schemas.weights import WeightsPublished
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Followed:
 class _Lane:
     """One partition of `models` and of `commands`."""
 
-    states: dict[bytes, ConsumerRecord] = field(default_factory=dict)
+    states: list[ConsumerRecord] = field(default_factory=list)
     commands: dict[int, ConsumerRecord] = field(default_factory=dict)
     views: dict[str, ModelView] = field(default_factory=dict)
     stale: bool = False
@@ -120,10 +120,7 @@ class ModelWatch:
                 continue
             elif record.topic == self._topics.models:
                 lane = self._lanes[record.partition]
-                if record.value is None:
-                    lane.states.pop(record.key, None)
-                else:
-                    lane.states[record.key] = record
+                lane.states.append(record)
                 lane.stale = True
             elif record.topic == self._topics.weights:
                 model_id = record.key.decode(errors="replace")
@@ -139,7 +136,7 @@ class ModelWatch:
         """The models that are to be served, by id."""
         for number, lane in self._lanes.items():
             if lane.stale:
-                self._fold(number, lane)
+                _fold(number, lane)
         found = {}
         for lane in self._lanes.values():
             for model_id, view in lane.views.items():
@@ -148,23 +145,12 @@ class ModelWatch:
                     found[model_id] = Followed(view=view, published=published)
         return found
 
-    def _fold(self, number: int, lane: _Lane) -> None:
-        lane.stale = False
-        states = list(lane.states.values())
-        try:
-            through = commands_through(states).get(number, 0)
-            lane.commands = {offset: record for offset, record in sorted(lane.commands.items()) if offset >= through}
-            lane.views = fold(states, list(lane.commands.values()))
-        except HeadraceError as error:
-            logger.error("the models of lane %d stay as they were: %s", number, error)  # noqa: TRY400 - said by its text
-
     def _ask(self, record: ConsumerRecord) -> None:
         """Take in a fact of the gateway's, if it asks this deployment to load something."""
         self._requests.pop(record.key, None)
-        try:
-            fact = open_record(record.value, header_text(record.headers), (HotLoad, DeployedModel))
-        except CodecError:
-            return  # a tombstone, or one of the many facts of other kinds
+        if record.value is None:
+            return
+        fact = kept_or_none(record, FACTS)
         removed = isinstance(fact, DeployedModel) and fact.removed_at is not None
         if isinstance(fact, HotLoad | DeployedModel) and fact.deployment == self._deployment and not removed:
             self._requests[record.key] = fact.published
@@ -192,6 +178,14 @@ class ModelWatch:
     async def _tell_when_caught_up(self) -> None:
         await self.caught_up.wait()
         self.changed.set()
+
+
+def _fold(number: int, lane: _Lane) -> None:
+    lane.stale = False
+    lane.states = [record for record, _ in latest_kept(lane.states, STATES).values()]
+    through = commands_through(lane.states).get(number, 0)
+    lane.commands = {offset: record for offset, record in sorted(lane.commands.items()) if offset >= through}
+    lane.views = fold(lane.states, list(lane.commands.values()))
 
 
 def _incarnation(view: ModelView) -> str | None:

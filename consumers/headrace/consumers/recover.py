@@ -2,22 +2,28 @@
 
 Call it after the lane's producer has started, never before: measured, 50 of 60 reads before fencing are stale. Guarantees: only
 records that the lane's owner could have committed; the partition counts of all lane topics are equal and are those the lane was
-first claimed with (rule 6). Gives up: unknown records in `models` are refused, since skipping one could lose a model's state.
+first claimed with (rule 6); what is none of ours is left out. Gives up: a record that a newer release may have written refuses the lane,
+since what stood before it would be an older state.
 """
 
 from dataclasses import dataclass
 
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions
-from headrace.core.reading import end_offsets, latest_by_key, read_to_end
+from headrace.core.kept import NotOursError
+from headrace.core.model_views import latest_states
+from headrace.core.reading import end_offsets, read_to_end
 from headrace.core.topic_admin import lane_count
-from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.state import LaneState, ModelState
 from headrace.schemas.topics import Topics
 
 
 class GroupsTopicChangedError(HeadraceError):
     """The lane was claimed with another groups topic: its offsets would mean other records."""
+
+
+class UnreadableStateError(HeadraceError):
+    """A state can't be read; says where it stands and what to do."""
 
 
 class PartitionCountError(HeadraceError):
@@ -46,14 +52,20 @@ async def read_states(options: ClientOptions, topics: Topics, lane: int, groups_
     Raises:
         PartitionCountError, GroupsTopicChangedError: see there.
         TopicsDifferError: the lane topics are missing, or do not have one partition count.
-        CodecError: a record in `models` that this release can't read.
+        UnreadableStateError: a record in `models` has a type of ours, and this release can't read it.
     """
     partitions = await lane_count(options, topics, groups_topic)
-    latest = latest_by_key(await read_to_end(options, topics.models, [lane]))
+    try:
+        latest = latest_states(await read_to_end(options, topics.models, [lane]), strict=True)
+    except NotOursError as error:
+        raise UnreadableStateError(
+            f"lane {lane} can't be claimed: {error}. Its type is one of ours: run the release that wrote it. If none of ours did, write "
+            "the record that stood before it under this key once more"
+        ) from error
     state = LaneState(lane=lane, partitions=partitions, groups_topic=groups_topic)
     models: dict[str, ModelState] = {}
-    for record in latest.values():
-        match open_record(record.value, header_text(record.headers), (ModelState, LaneState)):
+    for known in latest:
+        match known:
             case LaneState() as found:
                 state = found
             case ModelState() as model:

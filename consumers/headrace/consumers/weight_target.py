@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from aiokafka import ConsumerRecord
 
-from headrace.schemas.envelope import header_text, open_record
-from headrace.schemas.errors import CodecError
+from headrace.core.kept import kept_or_none
 from headrace.schemas.weights import WeightsPublished
 
 logger = logging.getLogger(__name__)
@@ -49,12 +48,7 @@ class WeightTarget:
             if record.value is None:
                 self._forget(record)
                 continue
-            try:
-                published = open_record(record.value, header_text(record.headers), (WeightsPublished,))
-            except CodecError as error:
-                where = f"{record.topic} partition {record.partition} offset {record.offset}"
-                logger.warning("skipped %s: %s: %s", where, error.reason, error)
-                continue
+            published = kept_or_none(record, (WeightsPublished,))
             if isinstance(published, WeightsPublished) and self._concerns(published) and self._is_newer(published):
                 self._latest = self.target = published
                 self.deleted = False

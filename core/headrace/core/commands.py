@@ -10,9 +10,10 @@ from contextlib import aclosing
 from aiokafka import AIOKafkaProducer, ConsumerRecord
 
 from headrace.core.kafka import ClientOptions, client_options, plain_errors
+from headrace.core.kept import latest_kept
 from headrace.core.lanes import lane_of
-from headrace.core.model_views import open_state
-from headrace.core.reading import OffsetLostError, follow, latest_by_key, read_to_end
+from headrace.core.model_views import STATES, latest_states
+from headrace.core.reading import OffsetLostError, follow, read_to_end
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import lane_count
 from headrace.schemas.commands import Command
@@ -55,11 +56,7 @@ async def send_command(settings: Settings, command: Command, *, source: str, sha
 async def read_lanes(
     options: ClientOptions, topics: Topics, lanes: Collection[int] | None
 ) -> tuple[list[ConsumerRecord], list[ConsumerRecord]]:
-    """All of `models`, and the commands that no owner has read, of these lanes (None: of all); each partition in offset order.
-
-    Raises:
-        HeadraceError: a record of `models` can't be read.
-    """
+    """All of `models`, and the commands that no owner has read, of these lanes (None: of all); each partition in offset order."""
     states = await read_to_end(options, topics.models, lanes)
     start = {lane: through for lane, through in commands_through(states).items() if lanes is None or lane in lanes}
     try:
@@ -71,8 +68,8 @@ async def read_lanes(
 
 def commands_through(states: Collection[ConsumerRecord]) -> dict[int, int]:
     """By lane the offset below which its owner has read the commands, from records of `models`."""
-    of_lanes = (open_state(record) for record in latest_by_key(states).values() if record.key.startswith(b"lane:"))
-    return {state.lane: state.commands_through for state in of_lanes if isinstance(state, LaneState)}
+    of_lanes = [record for record in states if record.key is not None and record.key.startswith(b"lane:")]
+    return {state.lane: state.commands_through for state in latest_states(of_lanes) if isinstance(state, LaneState)}
 
 
 async def lane_states(settings: Settings, lane: int) -> AsyncGenerator[list[ConsumerRecord]]:
@@ -81,5 +78,5 @@ async def lane_states(settings: Settings, lane: int) -> AsyncGenerator[list[Cons
     options = client_options(settings.kafka, "headrace-commands")
     async with aclosing(follow(options, settings.topic_names.models, lane)) as batches:
         async for batch in batches:
-            records = list(latest_by_key(records + batch).values())
+            records = [record for record, _ in latest_kept(records + batch, STATES).values()]
             yield records

@@ -25,6 +25,7 @@ from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.errors import CodecError
 
 CLIENT_ID = "headrace-dead-letters"
+_EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class NoSuchLetterError(HeadraceError):
@@ -230,7 +231,7 @@ def open_letter(record: ConsumerRecord) -> DeadLetter:
         partition=_number(ours, "partition"),
         offset=_number(ours, "offset"),
         sent_at=_time(_number(ours, "time")),
-        written_at=datetime.fromtimestamp(record.timestamp / 1000, UTC),
+        written_at=_time(record.timestamp) or _EPOCH,
     )
 
 

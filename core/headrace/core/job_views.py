@@ -16,11 +16,9 @@ from typing import Literal, cast
 
 from aiokafka import ConsumerRecord
 
-from headrace.core.model_views import open_kept, open_state
-from headrace.core.reading import latest_by_key
-from headrace.schemas.commands import COMMANDS, CancelJob, Command, PauseJob, ResumeJob
-from headrace.schemas.envelope import header_text, open_record
-from headrace.schemas.errors import CodecError
+from headrace.core.kept import latest_kept, open_kept
+from headrace.core.model_views import command_of, latest_states
+from headrace.schemas.commands import CancelJob, PauseJob, ResumeJob
 from headrace.schemas.jobs import TRANSITIONS, JobDocument, JobState
 from headrace.schemas.state import LaneState, ModelState
 
@@ -59,28 +57,24 @@ class JobView:
 def fold_jobs(
     states: Iterable[ConsumerRecord], commands: Iterable[ConsumerRecord], documents: Iterable[ConsumerRecord]
 ) -> dict[str, JobView]:
-    """Views by job id.
+    """Views by job id; what is not ours is left out.
 
     Args:
         states: Of `models`, each partition in offset order.
         commands: Of `commands`, likewise.
         documents: Of `jobs`, likewise, read after the others: an answer may then be seen before its question is known to be read, which
             does no harm; the other way round an answered cancel would show as no cancel.
-
-    Raises:
-        HeadraceError: a record of `models` or of `jobs` can't be read.
     """
     models: dict[str, ModelState] = {}
     through: dict[int, int] = {}
-    for record in latest_by_key(states).values():
-        state = open_state(record)
+    for state in latest_states(states):
         if isinstance(state, LaneState):
             through[state.lane] = state.commands_through
         else:
             models[state.model_id] = state
     views = {job_id: _cancelled(job_id, model.model_id, model) for model in models.values() for job_id in model.cancelled_early}
-    for record in latest_by_key(documents).values():
-        document = open_document(record)
+    for _, kept in latest_kept(documents, (JobDocument,)).values():
+        document = cast("JobDocument", kept)
         owner = models.get(document.model_id)
         views[document.job_id] = JobView(
             job_id=document.job_id,
@@ -138,8 +132,5 @@ def _cancelled(job_id: str, model_id: str, model: ModelState | None) -> JobView:
 
 
 def _job_command(record: ConsumerRecord) -> JobCommand | None:
-    try:
-        command = cast("Command", open_record(record.value, header_text(record.headers), COMMANDS))
-    except CodecError:
-        return None  # its owner will dead-letter it
+    command = command_of(record)
     return command if isinstance(command, JobCommand) else None

@@ -2,8 +2,8 @@
 
 A model's records stand in the partition of its lane, among those of other models, in step order; a model that was deleted and created
 again begins anew at step 1, as another incarnation. Guarantees: `read_committed`, up to the end that was written when reading began; each
-step once, in order; a record that can't be read, or two different records of one step, raise with their places. Gives up: an index;
-all of the partition is read over, but only the records of this model are decoded.
+step once, in order; a step that can't be read, or two different records of one, raise with their places, and what is no step is left out.
+Gives up: an index; all of the partition is read over, but only the records of this model are decoded.
 """
 
 from collections.abc import AsyncGenerator
@@ -13,13 +13,13 @@ from aiokafka import ConsumerRecord
 
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
+from headrace.core.kept import NotOursError, open_kept
 from headrace.core.lanes import lane_of
+from headrace.core.polling import leave_out
 from headrace.core.reading import stream_to_end
 from headrace.core.settings import Settings
 from headrace.core.step_range import StepRange
 from headrace.core.topic_admin import lane_count
-from headrace.schemas.envelope import header_text, open_record
-from headrace.schemas.errors import CodecError
 from headrace.schemas.state import StepRecord
 
 
@@ -85,7 +85,7 @@ async def stream_ledger(
                 if raw.key != model_id.encode():
                     continue
                 record = _open(raw)
-                if not order.is_new(record, raw) or incarnation not in {None, record.incarnation}:
+                if record is None or not order.is_new(record, raw) or incarnation not in {None, record.incarnation}:
                     continue
                 if steps is None or record.step in steps:
                     yield record
@@ -119,11 +119,14 @@ class _Order:
         )
 
 
-def _open(raw: ConsumerRecord) -> StepRecord:
+def _open(raw: ConsumerRecord) -> StepRecord | None:
     try:
-        record = open_record(raw.value, header_text(raw.headers), (StepRecord,))
-    except CodecError as error:
-        raise LedgerError(f"{_place(raw)} can't be read: {error}") from error
+        record = open_kept(raw, (StepRecord,))
+    except NotOursError as error:
+        if error.claims:
+            raise LedgerError(f"{error}: was it written by a newer release?") from error
+        leave_out(raw, error.detail)
+        return None
     assert isinstance(record, StepRecord)  # noqa: S101 - narrows the type: nothing else was asked for
     return record
 

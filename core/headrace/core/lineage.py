@@ -8,13 +8,14 @@ all steps, newest first. A version is influenced by every step before it since t
 import asyncio
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal
 
 import orjson
 
 from headrace.core.kafka import client_options
+from headrace.core.kept import kept_or_none
 from headrace.core.lanes import lane_of
 from headrace.core.logged_groups import LoggedGroup, logged_group, logged_groups
 from headrace.core.reading import OffsetLostError, stream_to_end
@@ -22,7 +23,7 @@ from headrace.core.reports import NoReportError, read_report
 from headrace.core.settings import Settings
 from headrace.core.store import DigestMismatchError, ObjectStore
 from headrace.core.topic_admin import lane_count
-from headrace.schemas.envelope import header_text, open_record, type_of
+from headrace.schemas.envelope import header_text, type_of
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
 from headrace.schemas.report import ReportedGroup, StepReport
 from headrace.schemas.state import ModelState, Pending, Rebased, StepRecord
@@ -193,15 +194,14 @@ class Lineage:
         if self._state is None:
             return None
         batches = stream_to_end(self._options, self._groups, [await self._lane()])
-        with suppress(UnicodeDecodeError):  # a header's name that is no UTF-8: the client can't read on from there
-            async with aclosing(batches):
-                async for batch in batches:
-                    for record in batch:
-                        if record.offset < self._state.scanned or record.key != self._home.encode():
-                            continue
-                        group = await asyncio.to_thread(logged_group, record, self._store)
-                        if group is not None and group.group_id == group_id:
-                            return Pending(offset=group.offset, job_id=group.job_id)
+        async with aclosing(batches):
+            async for batch in batches:
+                for record in batch:
+                    if record.offset < self._state.scanned or record.key != self._home.encode():
+                        continue
+                    group = await asyncio.to_thread(logged_group, record, self._store)
+                    if group is not None and group.group_id == group_id:
+                        return Pending(offset=group.offset, job_id=group.job_id)
         return None
 
     async def _refused(self, group_id: str) -> tuple[dict[int, GroupRejected], dict[tuple[int, int], TrajectoryRejected]]:
@@ -215,10 +215,9 @@ class Lineage:
                 for record in batch:
                     if record.key != self._model_id.encode() or written not in (record.value or b""):
                         continue
-                    headers = header_text(record.headers)
-                    if headers.get("ce_type") not in _REFUSALS:
+                    if header_text(record.headers).get("ce_type") not in _REFUSALS:
                         continue
-                    match open_record(record.value, headers, (GroupRejected, TrajectoryRejected)):
+                    match kept_or_none(record, (GroupRejected, TrajectoryRejected)):
                         case GroupRejected() as refused if refused.group_id == group_id:
                             groups[refused.offset] = refused
                         case TrajectoryRejected() as lost if lost.group_id == group_id:

@@ -4,16 +4,16 @@ A command counts as unread if its offset is not below its lane's `commands_throu
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal, cast
 
 from aiokafka import ConsumerRecord
-from pydantic import BaseModel
 
-from headrace.core.errors import HeadraceError
-from headrace.core.reading import latest_by_key
+from headrace.core.kept import latest_kept, open_kept
+from headrace.core.lanes import lane_of
+from headrace.core.polling import leave_out
 from headrace.schemas.commands import COMMANDS, Command, CreateModel, DeleteModel, ResumeModel
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.errors import CodecError
@@ -23,6 +23,8 @@ from headrace.schemas.weights import WeightsRef
 
 _NAMESPACE = uuid.UUID("0f4c9a52-43cf-5d47-a1a5-6a2d3d2f4f0e")
 
+STATES = (ModelState, LaneState)
+"""What `models` carries."""
 Status = Literal["creating", "active", "stopped", "diverged", "resuming", "deleting", "deleted"]
 
 
@@ -50,15 +52,10 @@ class ModelView:
 
 
 def fold(states: list[ConsumerRecord], commands: list[ConsumerRecord]) -> dict[str, ModelView]:
-    """Views by model id, from records of `models` and of `commands`, each partition in offset order.
-
-    Raises:
-        HeadraceError: a record of `models` can't be read.
-    """
+    """Views by model id, from records of `models` and of `commands`, each partition in offset order; what is not ours is left out."""
     views: dict[str, ModelView] = {}
     through: dict[int, int] = {}
-    for record in latest_by_key(states).values():
-        state = open_state(record)
+    for state in latest_states(states):
         if isinstance(state, LaneState):
             through[state.lane] = state.commands_through
         else:
@@ -66,10 +63,8 @@ def fold(states: list[ConsumerRecord], commands: list[ConsumerRecord]) -> dict[s
     for record in commands:
         if record.offset < through.get(record.partition, 0):
             continue
-        try:
-            command = cast("Command", open_record(record.value, header_text(record.headers), COMMANDS))
-        except CodecError:
-            continue  # its owner will dead-letter it
+        if (command := command_of(record)) is None:
+            continue
         known = views.get(command.model_id)
         place = (record.partition, record.offset)
         if isinstance(command, CreateModel) and (known is None or known.status in {"deleted", "deleting"}):
@@ -83,19 +78,37 @@ def fold(states: list[ConsumerRecord], commands: list[ConsumerRecord]) -> dict[s
 
 def open_state(record: ConsumerRecord) -> ModelState | LaneState:
     """A record of `models`. Raises as `open_kept`."""
-    return cast("ModelState | LaneState", open_kept(record, (ModelState, LaneState)))
+    return cast("ModelState | LaneState", open_kept(record, STATES))
 
 
-def open_kept(record: ConsumerRecord, kinds: Sequence[type[BaseModel]]) -> BaseModel:
-    """A record of a topic that only our own workers write.
+def latest_states(records: Iterable[ConsumerRecord], *, strict: bool = False) -> list[ModelState | LaneState]:
+    """The states that records of `models` come to, those that stand on a lane which is not theirs left out. Otherwise as `latest_kept`."""
+    found = [(record, cast("ModelState | LaneState", state)) for record, state in latest_kept(records, STATES, strict=strict).values()]
+    # A lane's owner writes the lane's own record with each state of a model.
+    counts = {record.partition: state.partitions for record, state in found if isinstance(state, LaneState)}
+    states = []
+    for record, state in found:
+        if at_home(state, record.partition, counts.get(record.partition)):
+            states.append(state)
+        else:
+            leave_out(record, "it does not belong to this partition")
+    return states
 
-    Raises:
-        HeadraceError: says where it is and what is wrong.
-    """
+
+def at_home(state: ModelState | LaneState, partition: int, lanes: int | None) -> bool:
+    """Whether a state belongs to the partition that it stands in; of a model, as far as the number of lanes is known."""
+    if isinstance(state, LaneState):
+        return state.lane == partition
+    return not lanes or lane_of(state.shadow_of or state.model_id, lanes) == partition
+
+
+def command_of(record: ConsumerRecord) -> Command | None:
+    """A record of `commands`; None: its owner will dead-letter it."""
     try:
-        return open_record(record.value, header_text(record.headers), kinds)
-    except CodecError as error:
-        raise HeadraceError(f"{record.topic} partition {record.partition} offset {record.offset} can't be read: {error}") from error
+        command = cast("Command", open_record(record.value, header_text(record.headers), COMMANDS))
+    except CodecError:
+        return None
+    return command if record.key == command.model_id.encode() else None
 
 
 def _view(state: ModelState) -> ModelView:

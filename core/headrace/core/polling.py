@@ -20,7 +20,7 @@ from aiokafka.errors import IllegalStateError
 
 from headrace.core.raw_fetch import UnreadableRecord, positions, refill, stand
 
-__all__ = ["UnreadableRecord", "next_record", "poll", "readable"]
+__all__ = ["UnreadableRecord", "leave_out", "next_record", "poll", "readable"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,17 +81,17 @@ def readable(records: Iterable[ConsumerRecord]) -> list[ConsumerRecord]:
     kept = []
     for record in records:
         if isinstance(record, UnreadableRecord):
-            _say(record.topic, record.partition, record.offset)
+            leave_out(record, "a header's name is no UTF-8 text, or its batch can't be decompressed")
         else:
             kept.append(record)
     return kept
 
 
+def leave_out(record: ConsumerRecord, why: str) -> None:
+    """Say that a record is left out, once in the life of the process."""
+    _say(record.topic, record.partition, record.offset, why)
+
+
 @lru_cache(maxsize=1024)
-def _say(topic: str, partition: int, offset: int) -> None:
-    logger.warning(
-        "left out: %s partition %d offset %d can't be read: a header's name is no UTF-8 text, or its batch can't be decompressed",
-        topic,
-        partition,
-        offset,
-    )
+def _say(topic: str, partition: int, offset: int, why: str) -> None:
+    logger.warning("left out: %s partition %d offset %d can't be read: %s", topic, partition, offset, why)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headrace.consumers import LocalEngine, LocalEngineAdapter, WeightSubscriber
 from headrace.core.kafka import client_options
+from headrace.core.kept import kept_or_none
 from headrace.core.lanes import lane_of
 from headrace.core.reading import follow
 from headrace.core.settings import Settings
@@ -23,7 +24,6 @@ from headrace.demo.tasks import ArithmeticTask, VaultTask
 from headrace.producers import PaceGate, TrajectoryProducer
 from headrace.schemas import topics
 from headrace.schemas.carried import CARRIED
-from headrace.schemas.envelope import header_text, model_of, open_record
 from headrace.schemas.events import GroupRejected
 from headrace.schemas.weights import WeightsPublished
 
@@ -87,13 +87,11 @@ async def _give_back_refused(config: AgentConfig, settings: Settings, gate: Pace
     async with aclosing(follow(options, settings.topic_names.training_events, lane)) as batches:
         async for batch in batches:
             for record in batch:
-                headers = header_text(record.headers)
-                if model_of(headers, CARRIED[topics.TRAINING_EVENTS]) is GroupRejected:
-                    refused = open_record(record.value, headers, (GroupRejected,))
-                    if isinstance(refused, GroupRejected) and refused.group_id in mine:
-                        logger.info("group %s was refused: %s (%s)", refused.group_id, refused.reason, refused.detail)
-                        mine.discard(refused.group_id)
-                        gate.give_back()
+                refused = kept_or_none(record, CARRIED[topics.TRAINING_EVENTS])
+                if isinstance(refused, GroupRejected) and refused.group_id in mine:
+                    logger.info("group %s was refused: %s (%s)", refused.group_id, refused.reason, refused.detail)
+                    mine.discard(refused.group_id)
+                    gate.give_back()
 
 
 def main() -> None:

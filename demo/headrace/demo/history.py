@@ -11,13 +11,16 @@ from itertools import pairwise
 from statistics import fmean
 
 from headrace.core.kafka import client_options
+from headrace.core.kept import kept_or_none
+from headrace.core.polling import leave_out
 from headrace.core.reading import follow
 from headrace.core.settings import Settings
 from headrace.schemas import topics
 from headrace.schemas.base import Record
 from headrace.schemas.carried import CARRIED
 from headrace.schemas.codec import JSON_TYPE, SampledGroup, decode_group
-from headrace.schemas.envelope import header_text, open_record
+from headrace.schemas.envelope import header_text
+from headrace.schemas.errors import CodecError
 from headrace.schemas.events import GroupRejected, StepCompleted
 
 ENDS = 10
@@ -127,7 +130,10 @@ async def follow_groups(settings: Settings, lane: int, history: History) -> None
         async for batch in batches:
             for record in batch:
                 headers = header_text(record.headers)
-                history.note_group(decode_group(record.value, headers.get("content-type", JSON_TYPE)))
+                try:
+                    history.note_group(decode_group(record.value or b"", headers.get("content-type", JSON_TYPE)))
+                except CodecError as error:  # the lane dead-letters it
+                    leave_out(record, str(error))
 
 
 async def follow_events(settings: Settings, lane: int, history: History) -> None:
@@ -136,5 +142,6 @@ async def follow_events(settings: Settings, lane: int, history: History) -> None
     async with aclosing(follow(options, settings.topic_names.training_events, lane)) as batches:
         async for batch in batches:
             for record in batch:
-                allowed = CARRIED[topics.TRAINING_EVENTS]
-                history.note_event(open_record(record.value, header_text(record.headers), allowed))
+                event = kept_or_none(record, CARRIED[topics.TRAINING_EVENTS])
+                if event is not None:
+                    history.note_event(event)

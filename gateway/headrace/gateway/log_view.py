@@ -65,7 +65,7 @@ class LogView:
             KafkaUnavailableError: no broker.
             TopicsDifferError: the topics are missing: run `headrace topics apply`.
         """
-        self.lanes = await lane_count(self._options, self._settings.topic_names)
+        self.lanes = self.tables.lanes = await lane_count(self._options, self._settings.topic_names)
         with plain_errors(self._options):
             # Two connections: a fetch that waits for news would hold up a question behind it.
             self._asking = AIOKafkaConsumer(**self._consumer_options())

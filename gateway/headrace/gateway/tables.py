@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from headrace.core.errors import HeadraceError
 from headrace.core.job_views import JobView, fold_jobs, open_document
-from headrace.core.model_views import ModelView, fold, open_kept, open_state
-from headrace.schemas.commands import COMMANDS, Command
+from headrace.core.kept import NotOursError, open_kept
+from headrace.core.model_views import ModelView, at_home, command_of, fold, open_state
 from headrace.schemas.events import TrainingEvent
 from headrace.schemas.gateway import FACTS
 from headrace.schemas.reasons import RejectionReason
@@ -95,6 +95,8 @@ class Tables:
     """(topic without prefix, key) of the latest records, for whoever looks on."""
     changed: int = 0
     """Records so far."""
+    lanes: int = 0
+    """Partitions of the lane topics; 0: not known yet."""
     unreadable: int = 0
 
     def apply(self, name: str, record: ConsumerRecord) -> None:
@@ -173,13 +175,14 @@ def _state(tables: Tables, record: ConsumerRecord) -> None:
     if record.value is None:
         tables.states.pop(key, None)
     else:
-        open_state(record)  # what can't be read is not kept
+        if not at_home(open_state(record), record.partition, tables.lanes):  # what can't be read is not kept
+            raise NotOursError(record, "it does not belong to this partition", claims=False)
         tables.states[key] = record
 
 
 def _command(tables: Tables, record: ConsumerRecord) -> None:
-    command = open_kept(record, COMMANDS)
-    assert isinstance(command, Command)  # noqa: S101 - narrows the type: nothing else was asked for
+    if (command := command_of(record)) is None:
+        raise NotOursError(record, "its lane dead-letters it", claims=False)
     tables.commands.setdefault(command.model_id, []).append(record)
 
 
