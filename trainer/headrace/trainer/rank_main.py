@@ -7,6 +7,8 @@ is reported with its traceback, and ends the rank where the world has others, si
 across nodes; there the time limit of collectives has to do.
 """
 
+import atexit
+import gc
 import logging
 import os
 import signal
@@ -21,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Literal
 
 from headrace.core.errors import HeadraceError
+from headrace.core.importing import importing
 from headrace.core.processes import die_with, name_process
 from headrace.trainer.plan import BaseSource, Saved, SavePlan, StepPlan, StepResult
 from headrace.trainer.world import Seat, WorldSettings
@@ -157,9 +160,16 @@ def _engine(world: WorldSettings, seat: Seat) -> "TrainingEngine":
     if seat.rendezvous is not None and sys.platform == "linux":
         # Ranks of one machine: a host whose name resolves to nothing, or to somewhere else, must not matter.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    from headrace.trainer.engine import TrainingEngine  # noqa: PLC0415 - imports torch, in this process only
+    with importing():
+        from headrace.trainer.engine import TrainingEngine  # noqa: PLC0415 - imports torch, in this process only
 
-    return TrainingEngine(world, seat)
+        engine = TrainingEngine(world, seat)
+        # What a base model of whatever architecture needs, before the first is loaded. After the engine, which tells DeepSpeed the device.
+        from transformers import LlamaForCausalLM  # noqa: F401, PLC0415 - seconds, in this process only
+    # All of it stays until the end, when libraries look whether they have left anything: no collection looks through it (0.3 s each).
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+    return engine
 
 
 def _preload(engine: "TrainingEngine", base: BaseSource) -> None:
