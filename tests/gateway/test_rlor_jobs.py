@@ -178,6 +178,7 @@ async def test_a_job_of_one_step_is_submitted_with_an_epoch_each_and_ends_comple
     await dataset(gateway, "d1", *lines)
     await dataset(gateway, "d2")
     config = {"baseModel": "tiny", "epochs": 2, "outputModel": "accounts/default/models/out", "batchSize": 512, "maxContextLength": 256}
+    config["batchSizeSamples"] = 16
     body = one_shot(
         trainingConfig=config,
         rewardWeights=["score=0.5", "tone"],
@@ -206,6 +207,8 @@ async def test_a_job_of_one_step_is_submitted_with_an_epoch_each_and_ends_comple
     assert groups[0].trajectories[0].reward == 1
     assert first.config is not None
     assert (first.config.precalculate_logprobs, first.config.max_tokens_per_update) == (True, 512)
+    assert first.config.max_trajectories_per_update == 16
+    assert "batchSizeSamples" not in made.json()["status"]["message"]
 
     model_id = rlor_model_id("default", "j1")
     await lane.take_up(model_id)

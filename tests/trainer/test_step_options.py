@@ -88,6 +88,35 @@ def test_an_update_has_as_many_rows_as_its_tokens_allow_and_at_least_one_a_rank(
             assert len(updates) == count or (count is None and 1 < len(updates) < len(whole.micro_steps))
 
 
+def test_an_update_has_at_most_so_many_trajectories_and_all_weigh_alike(make_plan: Plans):
+    from headrace.trainer.batches import RowShape, policy_updates  # noqa: PLC0415 - next to its use
+    from headrace.trainer.options import resolve  # noqa: PLC0415 - as above
+
+    groups = make_plan().groups
+    shape = RowShape(tokens=64, ranks=1, alone=False)
+    (whole,) = policy_updates(groups, resolve(TrainConfig(packed_sequence_length=32)), shape, 0)
+    total = sum(float(row.weights_N.sum()) for row in whole.rows)
+    for tokens in (None, 32):
+        options = resolve(TrainConfig(packed_sequence_length=32, max_trajectories_per_update=3, max_tokens_per_update=tokens))
+        updates = policy_updates(groups, options, shape, 0)
+        owners = [
+            {
+                (update.owners[branch].group, update.owners[branch].trajectory)
+                for row in update.rows
+                for branch in set(row.branches_N.tolist())
+            }
+            for update in updates
+        ]
+        assert [len(found) for found in owners] == [update.trajectories for update in updates]
+        assert max(map(len, owners)) == 3 if tokens is None else max(map(len, owners)) <= 3
+        # Each is in one update, in the order of the groups.
+        assert sorted(set.union(*owners)) == sorted({(owner.group, owner.trajectory) for owner in whole.owners})
+        if tokens is None:
+            assert [place for found in owners for place in sorted(found)] == sorted(set.union(*owners))
+            assert len(updates) == math.ceil(whole.trajectories / 3) > 1
+        assert all(sum(float(row.weights_N.sum()) for row in update.rows) == pytest.approx(total, rel=1e-5) for update in updates)
+
+
 def test_the_rate_warms_up_over_the_updates_of_a_models_life(engine: TrainingEngine, make_plan: Plans):
     first = engine.run(make_plan(warmup_updates=3))
     second = engine.run(make_plan(first.key, warmup_updates=3, scalars=first.scalars))

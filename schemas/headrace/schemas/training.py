@@ -18,8 +18,8 @@ RateSchedule = Literal["constant", "linear", "cosine"]
 
 # Each names the reference of the KL term, so a config holds at most one of them.
 KL_REFERENCES = ("kl_penalty_reference_step", "kl_penalty_step_lag", "kl_ref_adapter_path", "kl_ref_logprobs")
-# Each says how many rows of a step are one optimizer update.
-UPDATE_SIZES = ("grad_accumulation_sequences", "max_tokens_per_update")
+# Each says how much of a step is one optimizer update; the last two may go together.
+UPDATE_SIZES = ("grad_accumulation_sequences", "max_tokens_per_update", "max_trajectories_per_update")
 
 
 # A ratio is at most e^20 = 4.9e8 (`headrace.trainer.loss`): no bound above this does anything, and float32 holds it.
@@ -94,6 +94,9 @@ class TrainConfig(Open):
         lt=2**31,
         description="most tokens of the packed rows of one optimizer update, but at least one row a rank; null: all rows of the step",
     )
+    max_trajectories_per_update: int | None = Field(
+        default=None, ge=1, lt=2**31, description="most trajectories of one optimizer update, in the order of the groups; null: all"
+    )
     loss_aggregation: LossAggregation | None = Field(
         default=None,
         description="how token losses become one number; a sequence is a rollout, all its histories together. "
@@ -154,8 +157,8 @@ def contradictions(said: Mapping[str, object]) -> list[tuple[tuple[str, ...], st
     if loss_fn is not None and ppo is not None and (loss_fn == "ppo") != ppo:
         found.append((("loss_fn", "ppo"), f"loss_fn={loss_fn!r} contradicts ppo={ppo}: give one of them"))
     sizes = tuple(name for name in UPDATE_SIZES if said.get(name) is not None)
-    if len(sizes) > 1:
-        found.append((sizes, f"{' and '.join(sizes)} exclude each other, each says how large an update is: give one of them"))
+    if len(sizes) > 1 and UPDATE_SIZES[0] in sizes:
+        found.append((sizes, f"{' and '.join(sizes)} exclude each other, each says how large an update is: leave {UPDATE_SIZES[0]} out"))
     references = tuple(name for name in KL_REFERENCES if said.get(name) is not None)
     if len(references) > 1:
         message = f"{' and '.join(references)} exclude each other, each names the reference of the KL term: give one of them"

@@ -1,10 +1,10 @@
 """From a step's groups to the packed rows of its updates.
 
-A policy-gradient step is one update over all rows, or several: of `grad_accumulation_sequences` rows each, or of as many rows as
-`max_tokens_per_update` holds. Supervised fine-tuning is one update for each batch of examples in each epoch, in an order drawn from the
-step's seed. Guarantees: a pure function of (groups, options, capacity, ranks, policy version, seed); the coefficients of each update sum to
-what the whole step's sum to, so several updates weigh like one. Gives up: balance between the updates of one step beyond what the order of
-rows gives.
+A policy-gradient step is one update over all rows, or several: of `grad_accumulation_sequences` rows each, or of at most
+`max_trajectories_per_update` trajectories, or of as many rows as `max_tokens_per_update` holds, or both. Supervised fine-tuning is one
+update for each batch of examples in each epoch, in an order drawn from the step's seed. Guarantees: a pure function of (groups, options,
+capacity, ranks, policy version, seed); the coefficients of each update sum to what the whole step's sum to, so several updates weigh like
+one. Gives up: balance between the updates of one step beyond what the order of rows gives.
 """
 
 import math
@@ -42,19 +42,28 @@ def policy_updates(groups: Sequence[TokenizedGroup], options: StepOptions, shape
         HeadraceError: `grad_accumulation_sequences` is no multiple of the number of ranks.
     """
     credits_K = batch_credits(groups, options.advantages, options.aggregation, options.aggregation_constant)
-    whole = _pack(groups, credits_K, options.packed_sequence_length, shape, version)
+    most = options.trajectories_per_update or len(credits_K) or 1
+    chunks = [credits_K[first : first + most] for first in range(0, len(credits_K), most)]
+    packed = [_pack(groups, chunk, options.packed_sequence_length, shape, version) for chunk in chunks]
+    packed = [update for update in packed if update.micro_steps]
+    if all(size is None for size in (options.rows_per_update, options.tokens_per_update, options.trajectories_per_update)):
+        return packed
+    total = _coefficients(row for update in packed for row in update.rows)
+    return [
+        _scaled(replace(update, micro_steps=part, trajectories=_count(part, update.owners)), total)
+        for update in packed
+        for part in _parts(update.micro_steps, options, shape)
+    ]
+
+
+def _parts(micro_steps: tuple[MicroStep, ...], options: StepOptions, shape: RowShape) -> list[tuple[MicroStep, ...]]:
     rows, tokens = options.rows_per_update, options.tokens_per_update
-    if not whole.micro_steps or (rows is None and tokens is None):
-        return [whole] if whole.micro_steps else []
     if rows is None:
-        parts = _of_tokens(whole.micro_steps, tokens or 0)
-    elif rows % shape.ranks:
+        return [micro_steps] if tokens is None else _of_tokens(micro_steps, tokens)
+    if rows % shape.ranks:
         raise HeadraceError(f"grad_accumulation_sequences is {rows}, but this world has {shape.ranks} ranks: it must be a multiple of them")
-    else:
-        size = rows // shape.ranks
-        parts = [whole.micro_steps[first : first + size] for first in range(0, len(whole.micro_steps), size)]
-    total = _coefficients(whole.rows)
-    return [_scaled(replace(whole, micro_steps=part, trajectories=_count(part, whole.owners)), total) for part in parts]
+    size = rows // shape.ranks
+    return [micro_steps[first : first + size] for first in range(0, len(micro_steps), size)]
 
 
 def _of_tokens(micro_steps: Sequence[MicroStep], most: int) -> list[tuple[MicroStep, ...]]:

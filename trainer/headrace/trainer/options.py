@@ -86,6 +86,8 @@ class StepOptions:
     """`grad_accumulation_sequences`; None: all rows of the step in one update."""
     tokens_per_update: int | None
     """`max_tokens_per_update`: instead of a number of rows."""
+    trajectories_per_update: int | None
+    """`max_trajectories_per_update`: instead of a number of rows, perhaps beside one of tokens."""
     logprob_chunk: int
     """Positions that go through the vocabulary projection at once."""
     allow_training_without_logprobs: bool
@@ -141,6 +143,7 @@ def resolve(config: TrainConfig) -> StepOptions:
         packed_sequence_length=config.packed_sequence_length,
         rows_per_update=config.grad_accumulation_sequences,
         tokens_per_update=config.max_tokens_per_update,
+        trajectories_per_update=config.max_trajectories_per_update,
         logprob_chunk=config.logprob_calculation_chunk_size or 1024,
         allow_training_without_logprobs=bool(config.allow_training_without_logprobs),
         plot_tensors=bool(config.plot_tensors),

@@ -82,6 +82,7 @@ class TrainingConfig(Wire):
     batch_size: int | None = Field(default=None, ge=16, lt=2**31)
     """Tokens of one optimizer update, at most."""
     batch_size_samples: int | None = Field(default=None, ge=1, lt=2**31)
+    """Samples (trajectories) of one optimizer update, at most."""
     gradient_accumulation_steps: int = Field(default=1, ge=1, le=1)
     learning_rate_warmup_steps: int = Field(default=0, ge=0, lt=2**31)
     optimizer_weight_decay: float | None = Field(default=None, ge=0, le=1000)
@@ -192,7 +193,6 @@ class JobFields(Wire):
 
 
 WITHOUT_EFFECT = (
-    "training_config.batch_size_samples",
     "training_config.region",
     "training_config.sampler_checkpoint_save_interval_steps",
     "training_config.trainer_sharding_scheme",

@@ -142,17 +142,23 @@ def model_settings(fields: JobFields, settings: Settings, base_model: str) -> Mo
     return found
 
 
-def step_config(fields: JobFields, dataset_bytes: int) -> TrainConfig:
+def step_config(fields: JobFields, dataset_bytes: int, samples: int) -> TrainConfig:
     """What a step's job says beside its model's settings: in how many updates it trains.
 
-    `batchSize` is the most tokens of one update. A dataset of at most so many bytes has at most so many tokens: one update then. Several
-    updates need the policy as it was before the first, for the ratio.
+    `batchSize` is the most tokens of one update, `batchSizeSamples` the most samples. A dataset of at most so many bytes has at most so
+    many tokens: one update then. Several updates need the policy as it was before the first, for the ratio.
     """
     if fields.forward_only:
         return TrainConfig(allow_training_without_logprobs=True)
     batch = fields.training_config.batch_size or _BATCH
-    several = True if dataset_bytes > batch else None
-    return TrainConfig(allow_training_without_logprobs=True, max_tokens_per_update=batch, precalculate_logprobs=several)
+    most = fields.training_config.batch_size_samples
+    several = dataset_bytes > batch or (most is not None and samples > most)
+    return TrainConfig(
+        allow_training_without_logprobs=True,
+        max_tokens_per_update=batch,
+        max_trajectories_per_update=most,
+        precalculate_logprobs=several or None,
+    )
 
 
 def _check_mode(fields: JobFields) -> None:

@@ -71,6 +71,8 @@ class Staged:
     evaluation: GroupSet | None
     size: int
     """Bytes of the lines that train."""
+    samples: int
+    """On these lines."""
 
 
 def stage(settings: Settings, data: StepData, *, model_id: str, lane: int, training_jobs: Sequence[str]) -> Staged:
@@ -109,12 +111,12 @@ def _staged(
     records: list[list[Sealed]] = [[] for _ in training_jobs]
     ids: list[list[str]] = [[] for _ in training_jobs]
     waiting: deque[tuple[list[Sealed], Future[Sealed]]] = deque()
-    inline, size, count = 0, 0, 0
+    inline, size, count, samples = 0, 0, 0, 0
     with ThreadPoolExecutor(_WRITERS, thread_name_prefix="headrace-stage") as pool:
         for line, group in _groups(data, data.dataset):
             if _digest(line) in carved:
                 continue
-            size, count = size + len(line), count + 1
+            size, count, samples = size + len(line), count + 1, samples + len(group.trajectories)
             if count * len(training_jobs) > settings.gateway.max_groups:
                 raise ProblemError(
                     400,
@@ -142,7 +144,7 @@ def _staged(
             _take_first(waiting)
     if not count:
         raise ProblemError(400, f"{data.dataset.name} has no group to train on")
-    return Staged(groups=tuple(map(tuple, records)), group_ids=tuple(map(tuple, ids)), evaluation=evaluation, size=size)
+    return Staged(groups=tuple(map(tuple, records)), group_ids=tuple(map(tuple, ids)), evaluation=evaluation, size=size, samples=samples)
 
 
 def _take_first(waiting: "deque[tuple[list[Sealed], Future[Sealed]]]") -> None:

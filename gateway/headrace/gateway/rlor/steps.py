@@ -101,7 +101,7 @@ async def prepare(gate: Gate, tables: Tables, fact: RlorJob, fields: JobFields, 
     ]
     lane = lane_of(fact.model_id, gate.view.lanes)
     staged = await asyncio.to_thread(stage, gate.settings, data, model_id=fact.model_id, lane=lane, training_jobs=ids)
-    config = step_config(fields, staged.size)
+    config = step_config(fields, staged.size, staged.samples)
     if reference is not None:
         config = config.model_copy(update={"kl_ref_logprobs": reference})
     snapshots = snapshot_folder(tables, account, fact.id, fields.hot_load_deployment_id)
