@@ -1,6 +1,8 @@
 """The tokenizing process: one answer a record, whatever the record or the model's template does."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,3 +89,16 @@ async def test_a_record_that_never_ends_is_refused_alone(base_with: Path, pool: 
     assert refused.reason is RejectionReason.TOKENIZATION_FAILED
     assert "took too much time" in refused.detail
     assert (refused.group_id, refused.job_id) == ("bad", "j"), "its job must not wait for it"
+
+
+def test_the_tokenizing_process_imports_no_torch(tiny_model: Path) -> None:
+    code = (
+        "import sys\n"
+        "from headrace.consumers.admitting import limits_of, prepare\n"
+        "from headrace.core.settings import Settings\n"
+        "from headrace.trainer.plan import BaseSource\n"
+        "prepare(Settings(), 0, None)\n"
+        f"limits_of(BaseSource(path={str(tiny_model)!r}))\n"
+        "print([name for name in ('transformers', 'torch') if sys.modules.get(name) is not None])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "['transformers']"

@@ -9,6 +9,7 @@ versions are judged by the lane.
 import gc
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from functools import cache
 
@@ -49,13 +50,13 @@ _record_seconds = 0.0
 _noted: Noted | None = None
 
 
-def prepare(settings: Settings, record_seconds: float, noted: Noted) -> None:
+def prepare(settings: Settings, record_seconds: float, noted: Noted | None) -> None:
     """Initialise the process: it leaves signals to its parent and stays single-threaded.
 
     Args:
         settings: Where payloads are.
         record_seconds: Processor time of one record; 0: without a bound.
-        noted: Where the ids of the record at work are left, should the process die of it.
+        noted: Where the ids of the record at work are left, should the process die of it; None: nowhere.
     """
     global _settings, _record_seconds, _noted
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -63,6 +64,10 @@ def prepare(settings: Settings, record_seconds: float, noted: Noted) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _settings, _record_seconds, _noted = settings, record_seconds, noted
+    if all(entry.gguf_file is None for entry in settings.base_models.values()):
+        # transformers imports it wherever it finds it (2 s, and 300 MB), and only a GGUF file's config is read with it.
+        sys.modules["torch"] = None  # type: ignore[assignment]  # what Python itself knows as "not to be found"
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is not found
     # Seconds of imports that belong to no record, while the worker starts.
     with importing():
         from transformers import AutoConfig, AutoTokenizer  # noqa: F401, PLC0415 - as said

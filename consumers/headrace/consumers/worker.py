@@ -58,18 +58,19 @@ class Worker:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         options = client_options(self._settings.kafka, "headrace-worker")
-        count = await lane_count(options, self._settings.topic_names, self._settings.groups_topic)
-        await self._say_how_safe(options)
         # Workers of one machine may share a folder in their settings: each works in one of its own below it.
         folder = await asyncio.to_thread(WorkFolder, self._settings.worker.work_dir.absolute())
         worker = self._settings.worker.model_copy(update={"work_dir": folder.path})
         self._settings = self._settings.model_copy(update={"worker": worker})
+        # Before Kafka is asked anything: their imports (seconds) are what the first step waits for.
         pool = AdmissionPool(self._settings)
         world = TrainerWorld(self._settings, self._store)
         if len(self._settings.base_models) == 1:
             (entry,) = self._settings.base_models.values()
             world.preload(base_source(entry))
         try:
+            count = await lane_count(options, self._settings.topic_names, self._settings.groups_topic)
+            await self._say_how_safe(options)
             await self._balancer.start()
             logger.info("worker of group %s on %d lanes", self._settings.worker.group, count)
             lost = asyncio.create_task(self._end_with(world))
@@ -132,7 +133,9 @@ class Worker:
     def _report(lane: int, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            logger.error("lane %d ended and will be claimed again: %r", lane, error, exc_info=error)
+            # What is meant for a person says what to do; of a defect the trace is wanted.
+            trace = None if isinstance(error, HeadraceError) else error
+            logger.error("lane %d ended and will be claimed again: %s", lane, error if trace is None else repr(error), exc_info=trace)
 
     async def _release_all(self) -> None:
         """Let every lane go in order, then cancel those that take too long until they have ended: a library may lose a cancellation."""
