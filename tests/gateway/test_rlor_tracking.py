@@ -19,7 +19,7 @@ from headrace.core.settings import Settings
 from headrace.core.topic_admin import apply
 from headrace.gateway.gate import Gate
 from headrace.gateway.rlor.names import rlor_model_id
-from headrace.gateway.rlor.tracking import tracking
+from headrace.gateway.rlor.tracking import note_run, tracking
 from headrace.schemas.rlor import RlorJob, rlor_job_key
 
 
@@ -94,6 +94,17 @@ async def test_committed_steps_are_in_the_run_of_a_job_that_asks_for_it(
             await lane.train(fact.step.training_jobs[0])
         lanes = {lane_of(rlor_model_id("default", job_id), gate.view.lanes) for job_id in ("tracked", "plain")}
         await until_tracked(settings, len(lanes))
+        assert (await client.get(f"{JOBS}/tracked")).json()["wandbConfig"]["url"] == ""  # offline
+        # What the service would have answered, noted by the one gateway, shown by the other.
+        fact = gate.view.tables.facts[rlor_job_key("default", "tracked")]
+        assert isinstance(fact, RlorJob)
+        await note_run(gate, fact, "https://wandb.example/mine/tracked")
+        shown = (await client.get(f"{JOBS}/tracked")).json()["wandbConfig"]
+        assert (shown["url"], shown["project"]) == ("https://wandb.example/mine/tracked", "mine")
+        assert "wandbConfig" not in (await client.get(f"{JOBS}/plain")).json()
+        await client.delete(f"{JOBS}/tracked")
+        anew = (await create(client, "tracked", keep_alive(wandbConfig=wandb))).json()
+        assert anew["wandbConfig"]["url"] == ""
     ((run, history),) = runs_in(tmp_path / "wandb")
     assert run["project"] == "mine"
     assert run["name"] == "mine"

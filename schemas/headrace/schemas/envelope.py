@@ -22,7 +22,7 @@ from headrace.schemas.gateway import DeletedCheckpoint, GatewayJob, LoggedGroups
 from headrace.schemas.jobs import JobDocument, TrainingJob
 from headrace.schemas.parsing import check_finite, load_json, validate, write_json
 from headrace.schemas.reasons import DeadLetterReason as Reason
-from headrace.schemas.rlor import RlorJob
+from headrace.schemas.rlor import RlorJob, RlorRun
 from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, ModelAlias
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.trajectory import TrajectoryGroup
@@ -67,6 +67,7 @@ _NAMES: dict[type[BaseModel], str] = {
     DeployedModel: "deployed-model",
     HotLoad: "hot-load",
     RlorJob: "rlor-job",
+    RlorRun: "rlor-run",
 }
 _MODELS = {name: model for model, name in _NAMES.items()}
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from headrace.schemas.base import Record, utc_now
 from headrace.schemas.deployments import DeployedModel, DeploymentFact, HotLoad
-from headrace.schemas.rlor import RlorJob
+from headrace.schemas.rlor import RlorJob, RlorRun
 from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, ModelAlias
 
 
@@ -70,6 +70,7 @@ FACTS: tuple[type[BaseModel], ...] = (
     DatasetFile,
     ModelAlias,
     RlorJob,
+    RlorRun,
     DeploymentFact,
     DeployedModel,
     HotLoad,

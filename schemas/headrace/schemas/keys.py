@@ -10,7 +10,7 @@ from headrace.schemas.commands import Command
 from headrace.schemas.deployments import DeployedModel, DeploymentFact, HotLoad, deployed_model_key, deployment_key, hot_load_key
 from headrace.schemas.gateway import DeletedCheckpoint, GatewayJob, LoggedGroups, checkpoint_key, job_key, log_key
 from headrace.schemas.jobs import JobDocument
-from headrace.schemas.rlor import RlorJob, rlor_job_key
+from headrace.schemas.rlor import RlorJob, RlorRun, rlor_job_key, rlor_run_key
 from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, ModelAlias, dataset_file_key, dataset_key, model_alias_key
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.topics import lane_key
@@ -44,6 +44,8 @@ def _fact_key(fact: BaseModel) -> str | None:  # noqa: PLR0911 - one line for ea
             return log_key(fact.model_id, fact.id)
         case RlorJob():
             return rlor_job_key(fact.account, fact.id)
+        case RlorRun():
+            return rlor_run_key(fact.account, fact.job)
         case DatasetFact():
             return dataset_key(fact.account, fact.dataset)
         case DatasetFile():

@@ -55,6 +55,22 @@ class RlorJob(Record):
     deleted_at: datetime | None = None
 
 
+class RlorRun(Record):
+    """Where the metrics of a job are to be seen, beside here. Key `rlor-run/<account>/<job id>`."""
+
+    account: str
+    job: str
+    nonce: str
+    """Of the job."""
+    url: str
+    noted_at: datetime = Field(default_factory=utc_now)
+
+
+def rlor_run_key(account: str, job_id: str) -> str:
+    """The key of a job's run."""
+    return f"rlor-run/{account}/{job_id}"
+
+
 def rlor_job_key(account: str, job_id: str) -> str:
     """The key of a job's record."""
     return f"rlor-job/{account}/{job_id}"

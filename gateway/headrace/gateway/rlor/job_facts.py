@@ -18,7 +18,7 @@ from headrace.gateway.rlor.job_state import Standing, is_gone, standing
 from headrace.gateway.rlor.names import name_of
 from headrace.gateway.tables import Tables
 from headrace.schemas.base import utc_now
-from headrace.schemas.rlor import RlorJob, rlor_job_key
+from headrace.schemas.rlor import RlorJob, RlorRun, rlor_job_key, rlor_run_key
 
 KIND = "rlorTrainerJobs"
 _AT_ONCE = 50
@@ -32,6 +32,8 @@ class Job:
     fact: RlorJob
     fields: JobFields
     stands: Standing
+    run_url: str
+    """Where its metrics are to be seen, beside here; empty: nowhere yet."""
 
     @property
     def name(self) -> str:
@@ -57,7 +59,9 @@ def job_of(tables: Tables, fact: RlorJob, now: datetime | None = None) -> Job:
     fields = JobFields.model_validate(fact.request)
     inactivity = None if fields.disable_inactivity_cleanup else fields.inactivity_timeout
     stands = standing(tables, fact, keep_alive=fields.keep_alive, inactivity=inactivity, now=now or utc_now())
-    return Job(fact=fact, fields=fields, stands=stands)
+    run = tables.facts.get(rlor_run_key(fact.account, fact.id))
+    url = run.url if isinstance(run, RlorRun) and run.nonce == fact.nonce else ""
+    return Job(fact=fact, fields=fields, stands=stands, run_url=url)
 
 
 def find_job(tables: Tables, account: str, job_id: str) -> Job:

@@ -6,7 +6,7 @@ Guarantees: nothing secret is in it. Ours, beside the hosted API's fields: `eval
 from pydantic import Field
 
 from headrace.gateway.rlor.job_facts import Job
-from headrace.gateway.rlor.job_fields import JobFields
+from headrace.gateway.rlor.job_fields import JobFields, WandbConfig
 from headrace.gateway.rlor.job_state import KEPT_DELETED
 from headrace.gateway.rlor.wire import Int64, Status, Timestamp, Wire
 
@@ -32,9 +32,17 @@ class StoredLogprobs(Wire):
     digest: str
 
 
+class ShownWandbConfig(WandbConfig):
+    """Where metrics go, too."""
+
+    url: str = ""
+    """Of the run, once there is one; an offline run has none."""
+
+
 class RlorTrainerJob(JobFields):
     """A job."""
 
+    wandb_config: ShownWandbConfig | None = None
     name: str = ""
     create_time: Timestamp | None = None
     completed_time: Timestamp | None = None
@@ -58,8 +66,11 @@ def shown(job: Job) -> RlorTrainerJob:
     idle = f"without effect here: {', '.join(fact.without_effect)}" if fact.without_effect else ""
     is_deleted = fact.deleted_at is not None
     logprobs = document.logprobs if document is not None else None
+    asked = {name: getattr(job.fields, name) for name in JobFields.model_fields}
+    if (said := job.fields.wandb_config) is not None:
+        asked["wandb_config"] = ShownWandbConfig(**said.model_dump(), url=job.run_url)
     return RlorTrainerJob(
-        **{name: getattr(job.fields, name) for name in JobFields.model_fields},
+        **asked,
         name=job.name,
         create_time=fact.created_at,
         completed_time=stands.completed_at,

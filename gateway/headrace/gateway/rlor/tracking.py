@@ -5,8 +5,9 @@ long as it runs. Guarantees: a step is written after its commit, in order; a gat
 Gives up: exactly once. After a crash a step may be written again, which wandb passes over, as it takes steps in rising order only; a
 service that can't be reached costs metrics of the run (a warning says so), never a step: the ledger has them all.
 
-One run a job, with the id `wandbConfig.runId` or `<job>-<8 hex>`; where it is known to the service it goes on. `WANDB_MODE=offline` in the
-gateway's environment writes to `gateway.wandb_dir` only. The key is handed to wandb in memory, and stands in no file of its own.
+One run a job, with the id `wandbConfig.runId` or `<job>-<8 hex>`; where it is known to the service it goes on. Its address is noted in the
+log, so that every gateway shows it (`wandbConfig.url`). `WANDB_MODE=offline` in the gateway's environment writes to `gateway.wandb_dir`
+only. The key is handed to wandb in memory, and stands in no file of its own.
 """
 
 import asyncio
@@ -24,11 +25,12 @@ from headrace.core.kafka import client_options
 from headrace.core.kept import kept_or_none
 from headrace.core.polling import poll, readable
 from headrace.gateway.gate import Gate
+from headrace.gateway.log_writer import sealed
 from headrace.gateway.rlor.job_facts import job_of
 from headrace.gateway.rlor.job_fields import JobFields, WandbConfig
 from headrace.gateway.rlor.job_state import OVER
 from headrace.gateway.secret_box import SecretBox, SecretBoxError
-from headrace.schemas.rlor import RlorJob
+from headrace.schemas.rlor import RlorJob, RlorRun, rlor_run_key
 from headrace.schemas.state import StepRecord
 
 if TYPE_CHECKING:
@@ -62,12 +64,24 @@ async def tracking(gate: Gate) -> AsyncIterator[None]:
         await asyncio.to_thread(tracker.finish)
 
 
+async def note_run(gate: Gate, job: RlorJob, url: str) -> None:
+    """Have every gateway show where a job's metrics are. Raises KafkaUnavailableError."""
+    facts, key = gate.view.tables.facts, rlor_run_key(job.account, job.id)
+    run = RlorRun(account=job.account, job=job.id, nonce=job.nonce, url=url)
+    known = facts.get(key)
+    if not url or (isinstance(known, RlorRun) and (known.nonce, known.url) == (run.nonce, run.url)):
+        return
+    await gate.writer.commit([sealed(run, topic=gate.settings.topic_names.gateway, key=key)], is_in=lambda: facts.get(key) == run)
+
+
 class _Tracker:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._runs: dict[str, wandb.Run] = {}
         """Open ones, by the id of the model."""
         self._of: dict[str, RlorJob] = {}
+        self._opened: list[tuple[RlorJob, str]] = []
+        """Runs that were opened just now, by their addresses."""
 
     async def run(self) -> None:
         view = self._gate.view
@@ -92,6 +106,9 @@ class _Tracker:
                     if batches:
                         await view.fresh()
                         await asyncio.to_thread(self._write, [record for records in batches.values() for record in readable(records)])
+                        while self._opened:
+                            await note_run(self._gate, *self._opened[0])
+                            del self._opened[0]
                         await consumer.commit()
                     if over := [key for key, job in self._of.items() if job_of(view.tables, job).stands.state in OVER]:
                         await asyncio.to_thread(self._close, over)
@@ -129,7 +146,8 @@ class _Tracker:
             if job.model_id in self._of and self._of[job.model_id].nonce != job.nonce:
                 self._close([job.model_id])
             if job.model_id not in self._runs:
-                self._runs[job.model_id] = self._open(job)
+                run = self._runs[job.model_id] = self._open(job)
+                self._opened.append((job, "" if run.offline else run.url or ""))
             self._of[job.model_id] = job
             self._runs[job.model_id].log({**step.metrics, "policy_version": step.policy_version_after}, step=step.step)
         except (wandb.Error, SecretBoxError) as error:
