@@ -21,6 +21,7 @@ from headrace.consumers.event_broker import event_broker
 from headrace.consumers.record_scope import RecordScope, parse
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
+from headrace.core.polling import next_record
 from headrace.core.settings import Settings
 from headrace.core.topic_metadata import partition_counts
 from headrace.schemas.carried import topic_of
@@ -88,6 +89,9 @@ class Events:
             ack_policy=AckPolicy.MANUAL,  # the scope keeps positions: FastStream's policies commit past what failed
             no_reply=True,  # a foreign `reply_to` header must not make us publish
         )
+
+        # FastStream's own way ends the subscriber's task on a record that aiokafka can't hand over, and starts it again, for ever.
+        subscribe.get_msg = next_record  # type: ignore[method-assign]
 
         self._subscribers.append(subscribe)
 

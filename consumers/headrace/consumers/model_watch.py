@@ -182,7 +182,7 @@ class ModelWatch:
 
 def _fold(number: int, lane: _Lane) -> None:
     lane.stale = False
-    lane.states = [record for record, _ in latest_kept(lane.states, STATES).values()]
+    lane.states = [record for record, _ in latest_kept(lane.states, STATES)]
     through = commands_through(lane.states).get(number, 0)
     lane.commands = {offset: record for offset, record in sorted(lane.commands.items()) if offset >= through}
     lane.views = fold(lane.states, list(lane.commands.values()))

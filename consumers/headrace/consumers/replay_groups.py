@@ -103,7 +103,7 @@ class GroupReader:
                     async for record in records:
                         if isinstance(record, UnreadableRecord):
                             (wanted or set()).discard(record.offset)
-                            yield Unusable(offset=record.offset, detail="a header's name is no UTF-8: whose record it is can't be told")
+                            yield Unusable(offset=record.offset, detail="no client of ours can read it: whose record it is can't be told")
                         elif record.key == self._model_id.encode() and (wanted is None or record.offset in wanted):
                             if wanted is not None:
                                 wanted.remove(record.offset)

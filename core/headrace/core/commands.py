@@ -78,5 +78,5 @@ async def lane_states(settings: Settings, lane: int) -> AsyncGenerator[list[Cons
     options = client_options(settings.kafka, "headrace-commands")
     async with aclosing(follow(options, settings.topic_names.models, lane)) as batches:
         async for batch in batches:
-            records = [record for record, _ in latest_kept(records + batch, STATES).values()]
+            records = [record for record, _ in latest_kept(records + batch, STATES)]
             yield records

@@ -73,8 +73,7 @@ def fold_jobs(
         else:
             models[state.model_id] = state
     views = {job_id: _cancelled(job_id, model.model_id, model) for model in models.values() for job_id in model.cancelled_early}
-    for _, kept in latest_kept(documents, (JobDocument,)).values():
-        document = cast("JobDocument", kept)
+    for document in sorted((cast("JobDocument", kept) for _, kept in latest_kept(documents, (JobDocument,))), key=_moves):
         owner = models.get(document.model_id)
         views[document.job_id] = JobView(
             job_id=document.job_id,
@@ -129,6 +128,11 @@ def _cancelled(job_id: str, model_id: str, model: ModelState | None) -> JobView:
         worker_group=None if model is None else model.worker_group,
         shadow_of=None if model is None else model.shadow_of,
     )
+
+
+def _moves(document: JobDocument) -> int:
+    """Of two copies in different partitions the later one counts."""
+    return document.moves
 
 
 def _job_command(record: ConsumerRecord) -> JobCommand | None:

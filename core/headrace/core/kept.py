@@ -68,8 +68,8 @@ def kept_or_none(record: ConsumerRecord, kinds: Sequence[type[BaseModel]]) -> Ba
 
 def latest_kept(
     records: Iterable[ConsumerRecord], kinds: Sequence[type[BaseModel]], *, strict: bool = False
-) -> dict[bytes, tuple[ConsumerRecord, BaseModel]]:
-    """The table that a compacted topic stands for: under each key the last record of ours; a tombstone (null value) removes its key.
+) -> list[tuple[ConsumerRecord, BaseModel]]:
+    """The table that a compacted topic stands for: under each key of a partition the last record of ours, unless a tombstone follows.
 
     Args:
         records: Each partition in offset order.
@@ -79,19 +79,19 @@ def latest_kept(
     Raises:
         NotOursError: of such a record, if strict.
     """
-    by_key: dict[bytes, list[ConsumerRecord]] = {}
+    by_key: dict[tuple[int, bytes], list[ConsumerRecord]] = {}
     for record in records:
         if record.key is None:
             continue
         if record.value is None:
-            by_key.pop(record.key, None)
+            by_key.pop((record.partition, record.key), None)
         else:
-            by_key.setdefault(record.key, []).append(record)
-    table: dict[bytes, tuple[ConsumerRecord, BaseModel]] = {}
-    for key, written in by_key.items():
+            by_key.setdefault((record.partition, record.key), []).append(record)
+    table: list[tuple[ConsumerRecord, BaseModel]] = []
+    for written in by_key.values():
         for record in reversed(written):
             try:
-                table[key] = record, open_kept(record, kinds)
+                table.append((record, open_kept(record, kinds)))
             except NotOursError as error:
                 if strict and error.claims:
                     raise

@@ -83,7 +83,7 @@ def open_state(record: ConsumerRecord) -> ModelState | LaneState:
 
 def latest_states(records: Iterable[ConsumerRecord], *, strict: bool = False) -> list[ModelState | LaneState]:
     """The states that records of `models` come to, those that stand on a lane which is not theirs left out. Otherwise as `latest_kept`."""
-    found = [(record, cast("ModelState | LaneState", state)) for record, state in latest_kept(records, STATES, strict=strict).values()]
+    found = [(record, cast("ModelState | LaneState", state)) for record, state in latest_kept(records, STATES, strict=strict)]
     # A lane's owner writes the lane's own record with each state of a model.
     counts = {record.partition: state.partitions for record, state in found if isinstance(state, LaneState)}
     states = []

@@ -11,8 +11,8 @@ away, a wrong checksum) raises here too.
 
 import logging
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable
-from functools import lru_cache
 
 import cramjam
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 _UNPACKING = (UnicodeDecodeError, OSError, EOFError, zlib.error, cramjam.DecompressionError, MemoryError)
 """What aiokafka lets through of its unpacking; all that has to do with Kafka itself is a `KafkaError`."""
+
+_NAMED = 16
+_said: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+"""By topic and partition the offsets that were named."""
 
 
 async def poll(
@@ -88,10 +92,10 @@ def readable(records: Iterable[ConsumerRecord]) -> list[ConsumerRecord]:
 
 
 def leave_out(record: ConsumerRecord, why: str) -> None:
-    """Say that a record is left out, once in the life of the process."""
-    _say(record.topic, record.partition, record.offset, why)
-
-
-@lru_cache(maxsize=1024)
-def _say(topic: str, partition: int, offset: int, why: str) -> None:
-    logger.warning("left out: %s partition %d offset %d can't be read: %s", topic, partition, offset, why)
+    """Say that a record is left out, once in the life of the process; of one partition the first `_NAMED` are named."""
+    named = _said[record.topic, record.partition]
+    if len(named) >= _NAMED or record.offset in named:
+        return
+    named.add(record.offset)
+    more = "" if len(named) < _NAMED else "; more of them in this partition are not named"
+    logger.warning("left out: %s partition %d offset %d can't be read: %s%s", record.topic, record.partition, record.offset, why, more)
