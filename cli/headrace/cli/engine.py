@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from headrace.core.importing import importing
+
 
 def engine(  # noqa: PLR0917 - typer passes them by name
     base_model: Annotated[str, typer.Option(help="Name in the catalogue (base_models in the settings).")],
@@ -45,7 +47,8 @@ def engine(  # noqa: PLR0917 - typer passes them by name
     require_bootstrap(settings)
     base_model_entry(settings, base_model)
     with listen(host, port) as listener:
-        from headrace.engine.serve import EngineProcess  # noqa: PLC0415 - seconds
+        with importing():
+            from headrace.engine.serve import EngineProcess  # noqa: PLC0415 - seconds
 
         typer.echo(f"Serving {base_model} at {options.url(listener)}")
 
