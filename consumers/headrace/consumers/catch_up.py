@@ -26,8 +26,6 @@ from headrace.trainer.rank import RankDiedError
 
 logger = logging.getLogger(__name__)
 
-_DEATHS = 3
-"""Ranks that may die on one re-run before the model is said to have diverged."""
 _RESUME = "`headrace models resume` goes on from what could be run again, as a new version"
 
 
@@ -56,14 +54,18 @@ class CatchUp:
         lane: Partition number.
         world: The device.
         reruns: Runs steps again.
+        max_attempts: Of one re-run; its rank having died so often, the model is said to have diverged.
     """
 
-    def __init__(self, options: ClientOptions, steps_topic: str, lane: int, world: TrainerWorld, reruns: StepReruns) -> None:
+    def __init__(
+        self, options: ClientOptions, steps_topic: str, lane: int, world: TrainerWorld, reruns: StepReruns, *, max_attempts: int
+    ) -> None:
         self._options = options
         self._topic = steps_topic
         self._lane = lane
         self._world = world
         self._reruns = reruns
+        self._max_attempts = max_attempts
         self._deaths: Counter[StateKey] = Counter()
 
     async def ready(self, state: ModelState) -> WeightsRef | None:
@@ -124,8 +126,9 @@ class CatchUp:
             raise ModelDivergedError(f"{what} can't be used: {error}. {_RESUME}") from error
         except RankDiedError as error:
             self._deaths[state_after(record)] += 1
-            if self._deaths[state_after(record)] >= _DEATHS:
-                raise ModelDivergedError(f"step {record.step}, run again, ended its rank {_DEATHS} times: {error}. {_RESUME}") from error
+            if (deaths := self._deaths[state_after(record)]) >= self._max_attempts:
+                said = f"step {record.step}, run again, ended its rank {deaths} times (worker.max_step_attempts): {error}. {_RESUME}"
+                raise ModelDivergedError(said) from error
             raise StateNotHeldError(str(error)) from error
         await asyncio.to_thread(shutil.rmtree, rerun.out_dir, ignore_errors=True)
         if problem := _problem(rerun):

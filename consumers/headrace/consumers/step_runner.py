@@ -45,7 +45,6 @@ from headrace.trainer.rank import RankDiedError, StepFailedError, cause_of
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 2
 MAX_WINDOW_IDS = 16_384
 """Ids admitted since the snapshot that a model's state lists: beyond them a snapshot is due (rule 15)."""
 
@@ -94,13 +93,15 @@ class StepRunner:
         self._references = references
         reruns = StepReruns(settings, world, pool, lane, references)
         options = client_options(settings.kafka, f"headrace-catch-up-{lane}")
-        self._catch_up = CatchUp(options, settings.topic_names.steps, lane, world, reruns)
+        self._max_attempts = settings.worker.max_step_attempts
+        topic = settings.topic_names.steps
+        self._catch_up = CatchUp(options, topic, lane, world, reruns, max_attempts=self._max_attempts)
         self._work_dir = settings.worker.work_dir.absolute()
         self._failures: Counter[StateKey] = Counter()
         self.attempts = Attempts(settings)
 
     async def run(self, run: ModelRun, batch: Batch) -> CommittedStep:
-        """Run the step; try again once.
+        """Run the step, `worker.max_step_attempts` times at most.
 
         Raises:
             BatchGivenUpError: it failed for good.
@@ -141,7 +142,7 @@ class StepRunner:
                 shutil.rmtree(plan.out_dir, ignore_errors=True)
                 self._failures[key] += 1
                 logger.exception("step %d of %s failed (%d)", key.step + 1, key.model_id, self._failures[key])
-                if self._failures[key] >= MAX_ATTEMPTS:
+                if self._failures[key] >= self._max_attempts:
                     del self._failures[key]
                     raise BatchGivenUpError(cause_of(error)) from error
             except BaseException:

@@ -121,7 +121,8 @@ class WorkerSettings(_Section):
     orphan_grace_seconds: float = Field(default=86_400, ge=0)
     """Files of steps that were never committed are deleted when they are older than this."""
     max_step_attempts: int = Field(default=4, ge=1)
-    """A batch whose step ends its worker so many times is refused as `step_failed`."""
+    """A batch whose step fails in its ranks, or ends its worker, so many times is refused as `step_failed`; a committed step that is run
+    again for recovery, and whose rank dies so many times, stops its model as diverged."""
     job_timeout_seconds: float = Field(default=3600, gt=0)
     """A job that lacks groups so long after its first record came fails."""
     starved_after_seconds: float = Field(default=300, gt=0)
