@@ -54,14 +54,15 @@ async def _measure(folder: Path, servers: str, base: Path, rounds: int) -> Table
     return Table(
         title="Recovery: from the start of a worker to the next step",
         command="python benchmarks/run.py recovery",
-        columns=("log", "start to step, median", "max", "of that after the imports, median", "max"),
+        columns=("log", "start to step, median", "max", "of that after its own imports, median", "max"),
         rows=[
             (f"{LONGER}× longer", *(f"{seconds:.1f} s" for seconds in (middle[2], worst[2], middle[3], worst[3]))),
             (f"{STEPS} steps", *(f"{seconds:.1f} s" for seconds in (middle[0], worst[0], middle[1], worst[1]))),
         ],
         verdict=f"{middle[2]:.1f} s on the long log, {middle[0]:.1f} s on the short one; target under 10 s, and not longer on the long one",
         reached=worst[2] < 10 and middle[2] < middle[0] * 1.2,
-        notes="Three steps are run again each time. The imports (torch, transformers, deepspeed) are most of it.",
+        notes="Three steps are run again each time. Most of it are the imports of the rank (torch, transformers, deepspeed), which need "
+        "their `.pyc` files: `make` compiles what it installs.",
     )
 
 
@@ -117,7 +118,7 @@ class _Worker:
         self.process.wait()
 
     async def ready(self) -> float:
-        """Seconds until its imports are done and it asks for lanes."""
+        """Seconds until its own imports are done and it asks for lanes; the rank imports longer."""
         while b"worker of group" not in self.log.read_bytes():  # noqa: ASYNC110 - another process' log has no event
             await asyncio.sleep(0.01)
         return time.monotonic() - self.began
