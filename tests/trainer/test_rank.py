@@ -6,18 +6,24 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from headrace.core.errors import HeadraceError
+from headrace.schemas.state import TrainingScalars
 from headrace.schemas.training import TrainConfig
-from headrace.trainer.plan import BaseSource, StepPlan
+from headrace.trainer.plan import BaseSource, StateKey, StepPlan
 from headrace.trainer.rank import RankDiedError, RankWorld, StepFailedError
 from headrace.trainer.rank_main import SignOfLife, nodes_of_launcher, seat_of_launcher
 from headrace.trainer.world import WorldSettings
 
 Plans = Callable[..., StepPlan]
+
+
+def weights(plan: StepPlan) -> bytes:
+    return Path(plan.out_dir, "weights", "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +53,39 @@ def test_a_plan_goes_in_and_a_step_comes_out_and_the_state_stays(rank: RankWorld
     assert (first.updates, first.key.step, first.fingerprint.threads) == (1, 1, 1)
     second = rank.run(make_plan(first.key))
     assert second.key.step == 2
+
+
+def test_a_plan_that_is_handed_over_while_another_runs_trains_what_it_would_have_trained(rank: RankWorld, make_plan: Plans):
+    first = make_plan(attempt="first")
+    second = replace(make_plan(StateKey(model_id="m", incarnation="i", step=1, attempt="first"), attempt="second"), snapshot=False)
+    handing = threading.Thread(target=rank.hand_over, args=(second,))
+    running = threading.Thread(target=rank.run, args=(first,))
+    running.start()
+    handing.start()
+    for thread in (running, handing):
+        thread.join(60)
+    # What was not known then is said now: the scalars, and whether there is a snapshot.
+    scalars = TrainingScalars(updates=1)
+    result = rank.run(replace(second, scalars=scalars, snapshot=True))
+    assert (result.key.step, result.scalars.updates) == (2, 2)
+    assert Path(second.out_dir, "snapshot").is_dir()
+    plain = replace(make_plan(second.state, attempt="plain"), scalars=scalars)
+    rank.run(replace(first, out_dir=f"{first.out_dir}-again"))
+    again = rank.run(plain)
+    assert (again.plan_digest, again.loss) == (result.plan_digest, result.loss)
+    assert weights(plain) == weights(second)
+
+
+def test_a_plan_with_the_attempt_of_one_that_was_handed_over_is_run_as_what_it_is(rank: RankWorld, make_plan: Plans):
+    """As a step that is run again has: its own files, its own groups."""
+    first = rank.run(make_plan(attempt="first"))
+    handed = make_plan(first.key, attempt="second")
+    rank.hand_over(handed)
+    other = replace(handed, groups=handed.groups[:1], out_dir=f"{handed.out_dir}-again")
+    result = rank.run(other)
+    assert result.metrics["groups"] == 1
+    assert weights(other)
+    assert not Path(handed.out_dir).exists()
 
 
 def test_nothing_is_compiled(rank: RankWorld, make_plan: Plans, extensions: Path):

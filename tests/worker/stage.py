@@ -52,7 +52,7 @@ from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.schemas.weights import WeightsRef
 
 R = TypeVar("R", bound=BaseModel)
-LANES = 32
+LANES = 48
 SOON = 60.0
 
 

@@ -66,7 +66,7 @@ def prepare(settings: Settings, record_seconds: float, noted: Noted | None) -> N
     _settings, _record_seconds, _noted = settings, record_seconds, noted
     if all(entry.gguf_file is None for entry in settings.base_models.values()):
         # transformers imports it wherever it finds it (2 s, and 300 MB), and only a GGUF file's config is read with it.
-        sys.modules["torch"] = None  # type: ignore[assignment]  # what Python itself knows as "not to be found"
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # what Python itself knows as "not to be found"
         os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is not found
     # Seconds of imports that belong to no record, while the worker starts.
     with importing():

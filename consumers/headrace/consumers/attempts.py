@@ -8,10 +8,14 @@ random. Gives up: origins that collide (odds of 2^-32 a pair); recognising attem
 
 import hashlib
 import uuid
+from collections import deque
 
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
 from headrace.core.topic_metadata import cluster_id
+
+_RECENT = 4
+"""Of a model: one that is stored, one begun ahead, and one for a snapshot are the most at a time."""
 
 
 class Attempts:
@@ -24,8 +28,12 @@ class Attempts:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._origin: str | None = None
-        self.latest: dict[str, str] = {}
-        """By model id: what runs, or is being stored or committed, is among these."""
+        self._recent: dict[str, deque[str]] = {}
+
+    @property
+    def recent(self) -> frozenset[str]:
+        """What runs, or is being stored or committed, is among these."""
+        return frozenset(attempt for attempts in self._recent.values() for attempt in attempts)
 
     async def origin(self) -> str:
         """Eight hex digits; the cluster is asked for its id once.
@@ -41,5 +49,5 @@ class Attempts:
     async def new(self, model_id: str) -> str:
         """A fresh attempt at a step of a model, or at storing a state of it. Raises as `origin`."""
         attempt = f"{await self.origin()}{str(uuid.uuid4())[8:]}"
-        self.latest[model_id] = attempt
+        self._recent.setdefault(model_id, deque(maxlen=_RECENT)).append(attempt)
         return attempt

@@ -63,7 +63,8 @@ def next_batch(run: ModelRun, nodes: int = 1) -> Batch | None:
     while True:
         first = _intended(run, nodes)
         if first is None:
-            complete = [batch for batch in (_stream(run), *(_job(run, job, nodes) for job in run.jobs.values())) if batch is not None]
+            buckets = (stream_batch(run), *(job_batch(run, job, nodes) for job in run.jobs.values()))
+            complete = [batch for batch in buckets if batch is not None]
             if not complete:
                 return None
             first = min(complete, key=lambda batch: batch.completed_at)
@@ -205,19 +206,20 @@ def _intended(run: ModelRun, nodes: int) -> Batch | None:
         return None
     if intent.job_id is not None:
         job = run.jobs.get(intent.job_id)
-        return None if job is None else _job(run, job, nodes)
+        return None if job is None else job_batch(run, job, nodes)
     groups = tuple(run.waiting[offset] for offset in intent.offsets if offset in run.waiting)
     if len(groups) != len(intent.offsets):
         return None
     return Batch(groups=groups, job_id=None, cut=intent.cut, completed_at=max(intent.offsets))
 
 
-def _stream(run: ModelRun) -> Batch | None:
+def stream_batch(run: ModelRun, without: frozenset[int] = frozenset()) -> Batch | None:
+    """The stream's bucket, if it is complete, before anybody judges its groups; `without` the groups at these offsets."""
     policy = run.state.settings.batch
     chosen: list[Waiting] = []
     tokens = 0
     for waiting in run.waiting.values():
-        if waiting.job_id is not None:
+        if waiting.job_id is not None or waiting.offset in without:
             continue
         chosen.append(waiting)
         tokens += waiting.group.tokens
@@ -230,7 +232,8 @@ def _stream(run: ModelRun) -> Batch | None:
     return None
 
 
-def _job(run: ModelRun, job: OpenJob, nodes: int) -> Batch | None:
+def job_batch(run: ModelRun, job: OpenJob, nodes: int) -> Batch | None:
+    """A job's bucket, if it is complete and a world of so many machines may train it."""
     if job.record_offset is None or not _is_complete(run, job):
         return None
     if job.document is not None and job.document.options.node_count > nodes:

@@ -227,7 +227,7 @@ class Lane:
 
         async def owned() -> Owned:
             await serving.committer.commit()
-            return Owned(states=states(), running=frozenset(self._steps.attempts.latest.values()))
+            return Owned(states=states(), running=self._steps.attempts.recent)
 
         await self._orphans.run(states, owned)
 

@@ -12,8 +12,10 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Literal
 
+from headrace.consumers.ahead import Following
 from headrace.consumers.catch_up import ModelDivergedError
 from headrace.consumers.cut import Batch, next_batch, short_of_nodes
+from headrace.consumers.foresight import foreseen
 from headrace.consumers.lane_book import LaneBook, RunningStep
 from headrace.consumers.lane_committer import LaneCommitter
 from headrace.consumers.model_run import ModelRun
@@ -59,7 +61,7 @@ class LaneTraining:
             while not self.leaving:
                 await self._book.changed.wait()
                 self._book.changed.clear()
-                while not self.leaving and (found := self._next()) is not None:
+                while (found := self._next()) is not None:
                     self.stepping = True
                     run, batch = found
                     if batch is not None:
@@ -69,27 +71,46 @@ class LaneTraining:
                     else:
                         await self._begin_anew(run)
                     self.stepping = False
+                await self._steps.ahead.drop()  # a command took it away
                 self._book.note_unreported()  # the cut may have refused groups
         finally:
+            await self._steps.ahead.drop()
             for task in self._deleting:
                 task.cancel()
 
     def leave(self) -> None:
-        """Begin no step any more; `run` returns after the one that runs."""
+        """Begin no step any more; `run` returns after the one that runs, and the one that was begun ahead of its commit."""
         self.leaving = True
         self._book.changed.set()
 
     def _next(self) -> tuple[ModelRun, Batch | None] | None:
-        """A model that begins anew, else the complete batch that has waited longest, of all models, else a model that lacks a snapshot."""
-        for run in self._book.runs.values():
+        """A model that begins anew, else the complete batch that has waited longest, of all models, else a model that lacks a snapshot.
+
+        Once the lane leaves, only the step that was begun ahead: the device is past the committed state, and a snapshot of that is to be
+        left behind.
+        """
+        runs, nodes = list(self._book.runs.values()), self._book.state.nodes
+        if self.leaving:
+            runs = [run for run in runs if run.state.model_id == self._steps.ahead.model_id]
+        for run in runs:
             if _begins_anew(run):
                 return run, None
-        nodes = self._book.state.nodes
-        ready = [(run, batch) for run in self._book.runs.values() if (batch := next_batch(run, nodes)) is not None]
+        ready = [(run, batch) for run in runs if (batch := next_batch(run, nodes)) is not None]
         self._note_short_of_nodes(nodes)
         if ready:
             return min(ready, key=lambda pair: pair[1].completed_at)
-        return next(((run, None) for run in self._book.runs.values() if run.settling), None)
+        return next(((run, None) for run in runs if run.settling), None)
+
+    def _following(self, run: ModelRun, batch: Batch) -> Batch | None:
+        """What comes after the batch, if it is committed: the model's own next one, where none of another model waits for longer."""
+        nodes = self._book.state.nodes
+        if self.leaving or (own := foreseen(run, batch, nodes)) is None:
+            return None
+        others = [other for other in self._book.runs.values() if other is not run]
+        if any(_begins_anew(other) for other in others):
+            return None
+        waiting = [found for other in others if (found := next_batch(other, nodes)) is not None]
+        return own if all(own.completed_at < found.completed_at for found in waiting) else None
 
     def _note_short_of_nodes(self, nodes: int) -> None:
         for run in self._book.runs.values():
@@ -104,7 +125,9 @@ class LaneTraining:
             async with self._steps.turn() if suspect else nullcontext():
                 if not await self._begin(run, batch, suspect=suspect):
                     return
-                step = await self._running(run, batch)
+                # Under suspicion, a step that ends the worker must be known to be the one whose intent is in the log.
+                following = Following() if suspect else Following(now=partial(self._following, run, batch), changed=self._book.changed)
+                step = await self._running(run, batch, following)
         except BatchGivenUpError as error:
             self._give_up(run, batch, str(error))
             await self._committer.commit()
@@ -164,9 +187,9 @@ class LaneTraining:
         self._proven.add(run.state.model_id)
         return _wanted(run, batch)
 
-    async def _running(self, run: ModelRun, batch: Batch) -> CommittedStep | None:
+    async def _running(self, run: ModelRun, batch: Batch, following: Following) -> CommittedStep | None:
         """Run the step as a task that a command may end; None: one did."""
-        task = asyncio.create_task(self._steps.run(run, batch), name=f"step-{run.state.name}")
+        task = asyncio.create_task(self._steps.run(run, batch, following), name=f"step-{run.state.name}")
         offsets = frozenset(waiting.offset for waiting in batch.groups)
         self._book.running = RunningStep(model_id=run.state.model_id, job_id=batch.job_id, offsets=offsets, task=task)
         try:

@@ -1,7 +1,8 @@
 """One step of one model: from a cut batch to what its transaction will say.
 
 Guarantees: a step starts from the committed state, caught up if need be; the plan is a pure function of the batch, the config, the model's
-state and the step number; files are durable before `run` returns; a step that fails twice in a worker's life is given up as `step_failed`
+state and the step number; files are durable before `run` returns; what the log alone makes the next step is begun while they are stored,
+and used only if it is what comes next (`ahead`); a step that fails twice in a worker's life is given up as `step_failed`
 (its groups are refused, its job fails with the message), so a poisonous batch can't stop a lane. A batch that ends the worker itself is
 counted by the lane, in intents.
 """
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.consumers.admission_pool import AdmissionPool
+from headrace.consumers.ahead import Begun, Following, NextPlan, StepAhead, same_step, state_after
 from headrace.consumers.attempts import Attempts
 from headrace.consumers.catch_up import CatchUp, ModelDivergedError, state_key
 from headrace.consumers.cut import Batch
@@ -32,11 +34,12 @@ from headrace.consumers.step_records import StepOutcome, committed_step
 from headrace.consumers.step_report import build_report
 from headrace.consumers.transaction import CommittedStep, TakenSnapshot
 from headrace.consumers.world import StateNotHeldError, TrainerWorld, base_source
+from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
 from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError, ObjectStore
 from headrace.schemas.jobs import JobState
-from headrace.schemas.state import Rebased, StepRecord
+from headrace.schemas.state import ModelState, Rebased, StepRecord
 from headrace.schemas.training import SftConfig, TrainConfig
 from headrace.schemas.weights import WeightsRef
 from headrace.trainer.options import merged_config, resolve
@@ -99,9 +102,16 @@ class StepRunner:
         self._work_dir = settings.worker.work_dir.absolute()
         self._failures: Counter[StateKey] = Counter()
         self.attempts = Attempts(settings)
+        self.ahead = StepAhead(world)
 
-    async def run(self, run: ModelRun, batch: Batch) -> CommittedStep:
+    async def run(self, run: ModelRun, batch: Batch, following: Following) -> CommittedStep:
         """Run the step, `worker.max_step_attempts` times at most.
+
+        Args:
+            run: The model.
+            batch: What it trains on.
+            following: The batch that comes next if this step is committed: it is handed over while this one runs, and begun while its
+                files are stored.
 
         Raises:
             BatchGivenUpError: it failed for good.
@@ -116,9 +126,7 @@ class StepRunner:
         while True:
             timer = _Timer(time.perf_counter(), {})
             try:
-                # Before the plan: a step that is run again fetches a KL reference of its own, and one a model is kept.
-                snapshot = await self._catch_up.ready(run.state)
-                plan = await self._plan(run, batch, config)
+                plan, snapshot, begun = await self._prepared(run, batch, config)
             except StateNotHeldError as error:
                 logger.warning("%s: caught up once more", error)  # the world broke, or another's turn did
                 continue
@@ -126,8 +134,13 @@ class StepRunner:
                 raise BatchGivenUpError(str(error)) from error
             try:
                 timer.lap("catch_up")
-                result = await self._world.run(plan, snapshot)
-                timer.lap("in_world")
+                coming = NextPlan(following, partial(self._plan_after, run, plan), self._world)
+                try:
+                    result = await (self._world.run(plan, snapshot) if begun is None else self.ahead.take(begun))
+                    timer.lap("in_world")
+                    await self._go_ahead(run, result, coming)
+                finally:
+                    await coming.cancel()
                 return await self._stored(run, batch, plan, result, timer)
             except (ObjectNotFoundError, DigestMismatchError, InvalidKeyError) as error:
                 if run.state.policy_version == 0:
@@ -147,7 +160,41 @@ class StepRunner:
                     raise BatchGivenUpError(cause_of(error)) from error
             except BaseException:
                 shutil.rmtree(plan.out_dir, ignore_errors=True)
+                await self.ahead.drop()
                 raise
+
+    async def _prepared(self, run: ModelRun, batch: Batch, config: TrainConfig) -> tuple[StepPlan, WeightsRef | None, Begun | None]:
+        """The plan, and the snapshot of the state that it starts from; or the step itself, where it was begun ahead."""
+        if (begun := await self.ahead.of(state_key(run.state))) is not None:
+            if same_step(begun.plan, await self._plan(run, run.state, batch, config, begun.plan.attempt)):
+                return begun.plan, None, begun
+            logger.info("step %d of %s was begun ahead on something else", begun.plan.state.step + 1, run.state.name)
+            await self.ahead.drop()
+        # Before the plan: a step that is run again fetches a KL reference of its own, and one a model is kept.
+        snapshot = await self._catch_up.ready(run.state)
+        return await self._plan(run, run.state, batch, config, await self.attempts.new(run.state.model_id)), snapshot, None
+
+    async def _plan_after(self, run: ModelRun, plan: StepPlan, batch: Batch) -> StepPlan:
+        """The step after `plan`, but for the scalars that it leads to.
+
+        Raises:
+            HeadraceError: it can't be planned before that is committed.
+        """
+        state, config = state_after(run.state, plan), self._config(run, batch)
+        options = resolve(config)
+        if options.needs_reference and (options.kl.step_lag is not None or options.kl.logprobs_uri is not None):
+            raise ReferenceMissingError("its KL reference is a step that no ledger has yet, or arrays that would have to be compared")
+        return await self._plan(run, state, batch, config, await self.attempts.new(state.model_id))
+
+    async def _go_ahead(self, run: ModelRun, result: StepResult, coming: NextPlan) -> None:
+        """Begin the step after this one on the device, where all that it needs is at hand."""
+        try:
+            plan = await coming.plan()
+        except HeadraceError as error:  # it is the next step's to fail with, this one has run
+            logger.debug("the step after step %d of %s is not begun ahead: %s", result.key.step, run.state.name, error)
+        else:
+            if plan is not None:
+                self.ahead.begin(replace(plan, scalars=result.scalars))
 
     async def begin_anew(self, run: ModelRun) -> CommittedStep:
         """The first version of a fork, or the version by which a diverged model goes on: nothing is trained, files are written anew.
@@ -253,10 +300,8 @@ class StepRunner:
     def _base(self, run: ModelRun) -> BaseSource:
         return base_source(self._settings.base_models[run.state.settings.base_model])
 
-    async def _plan(self, run: ModelRun, batch: Batch, config: TrainConfig) -> StepPlan:
-        state = run.state
+    async def _plan(self, run: ModelRun, state: ModelState, batch: Batch, config: TrainConfig, attempt: str) -> StepPlan:
         sft, asked = self._sft(run, batch), options_of(run.jobs, batch.job_id)
-        attempt = await self.attempts.new(state.model_id)
         options = resolve(config)
         groups = tuple(waiting.group for waiting in batch.groups)
         evaluation = await evaluation_groups(self._store, self._pool, asked.evaluation, self._base(run), state.settings)
@@ -284,13 +329,13 @@ class StepRunner:
             evaluation=evaluation,
             scalars=state.scalars,
             reference=reference,
-            snapshot=self._snapshot_due(run),
+            snapshot=self._snapshot_due(state, run),
             report_rows="none" if asked.forward_only else self._settings.worker.report_rows,
             out_dir=str(self._work_dir / attempt),
         )
 
-    def _snapshot_due(self, run: ModelRun) -> bool:
-        since = run.state.policy_version + 1 - run.state.snapshot_step
+    def _snapshot_due(self, state: ModelState, run: ModelRun) -> bool:
+        since = state.policy_version + 1 - state.snapshot_step
         return since >= self._settings.worker.snapshot_every or run.window.since >= MAX_WINDOW_IDS
 
     async def _stored(self, run: ModelRun, batch: Batch, plan: StepPlan, result: StepResult, timer: _Timer) -> CommittedStep:

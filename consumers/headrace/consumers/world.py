@@ -77,6 +77,11 @@ class TrainerWorld:
         """Let the ranks load a base model before the first step asks for it."""
         self._ranks.preload(base)
 
+    async def hand_over(self, plan: StepPlan) -> None:
+        """Give the ranks a plan before its turn, to be made ready while another runs. It is run by `run` like any other."""
+        if self._ranks.alive:
+            await asyncio.to_thread(self._ranks.hand_over, plan)
+
     async def run(self, plan: StepPlan, snapshot: WeightsRef | None) -> StepResult:
         """Run a step when its turn comes.
 

@@ -53,6 +53,16 @@ class _Clock:
         self.began = now
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """A step that is packed before its turn."""
+
+    out_dir: str
+    """Of its plan, and of no other."""
+    shape: RowShape
+    updates: list[PackedUpdate]
+
+
 class TrainingEngine:
     """Trains on this process's device, as one rank of a world.
 
@@ -70,6 +80,19 @@ class TrainingEngine:
         join_world(self._world, self._seat)
         self._resident = Resident(self._world)
         self._warned: set[tuple[str, str]] = set()
+        self._shape: RowShape | None = None
+        """Of the last step's rows."""
+        self._ready: _Ready | None = None
+
+    def make_ready(self, plan: StepPlan) -> None:
+        """Pack a step that comes next, in the shape of the one that runs; may be called from another thread meanwhile.
+
+        Raises:
+            HeadraceError: as `run`.
+        """
+        shape = self._shape
+        if shape is not None and plan.becomes is None:
+            self._ready = _Ready(out_dir=plan.out_dir, shape=shape, updates=self._updates(plan, _options(plan), shape, seed_of(plan)))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step.
@@ -89,16 +112,20 @@ class TrainingEngine:
         began = time.perf_counter()
         clock = _Clock(began=began, phases={})
         reset_peak_memory()
-        options = resolve(plan.config) if plan.sft is None else sft_options(resolve(plan.config))
+        options = _options(plan)
         self._warn(plan.state.model_id, options)
         loaded = self._resident.at(plan)
         seed = seed_of(plan)
         torch.manual_seed(seed)
         clock.lap("prepare")
-        shape = RowShape(
+        shape = self._shape = RowShape(
             tokens=self._world.tokens_per_pass or TOKENS[device().type], ranks=self._world.size, alone=loaded.scorer.width is None
         )
-        updates = self._updates(plan, options, shape, seed)
+        ready, self._ready = self._ready, None
+        if ready is not None and (ready.out_dir, ready.shape) == (plan.out_dir, shape):
+            updates = ready.updates
+        else:
+            updates = self._updates(plan, options, shape, seed)
         clock.lap("pack")
         passed = StepPasses(loaded, plan, options, self._world, self._seat).run(updates, shape, clock.lap)
         done, packed = passed.done, passed.packed
@@ -221,6 +248,10 @@ class TrainingEngine:
 def _digest(updates: Sequence[PackedUpdate]) -> str:
     """SHA-256 over the plans of all updates."""
     return hashlib.sha256("".join(update.digest() for update in updates).encode()).hexdigest()
+
+
+def _options(plan: StepPlan) -> StepOptions:
+    return resolve(plan.config) if plan.sft is None else sft_options(resolve(plan.config))
 
 
 def seed_of(plan: StepPlan) -> int:

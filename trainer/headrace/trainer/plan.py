@@ -83,7 +83,24 @@ class StepPlan:
     report_rows: RowsKept = "none"
     """How many of the packed rows are written."""
     out_dir: str
-    """Local folder: the rank writes `weights/` and, where asked for, `snapshot/`, `rows/`, `plots/` and `logprobs/` into it."""
+    """Local folder, of this plan alone: the rank writes `weights/` and, where asked for, `snapshot/`, `rows/`, `plots/` and `logprobs/`
+    into it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOver:
+    """Run the plan that was handed over before its turn, with what was not known then."""
+
+    out_dir: str
+    """Of the plan, and of no other: a step that is run again has the attempt that it had."""
+    scalars: TrainingScalars
+    snapshot: bool
+    load_from: str | None
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "HandedOver":
+        """What is said in the plan's place."""
+        return cls(out_dir=plan.out_dir, scalars=plan.scalars, snapshot=plan.snapshot, load_from=plan.load_from)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

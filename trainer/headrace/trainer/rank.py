@@ -2,14 +2,15 @@
 
 Guarantees: a step that raises fails that step (`StepFailedError`, with the traceback); a rank that ends or gives no sign of life fails it
 too (`RankDiedError`, which names the rank), and all ranks of the world end with it; ranks end with their parent, however that ends;
-they never see the SIGINT of a terminal's process group, which is the parent's to judge. Gives up: thread safety (one call at a time), and
-starting from a short-lived thread: on Linux a rank ends with the thread that started it.
+they never see the SIGINT of a terminal's process group, which is the parent's to judge. Gives up: thread safety (one call at a time,
+`hand_over` excepted), and starting from a short-lived thread: on Linux a rank ends with the thread that started it.
 """
 
 import contextlib
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import tempfile
 import threading
@@ -20,7 +21,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
-from headrace.trainer.plan import BaseSource, Saved, SavePlan, StepPlan, StepResult
+from headrace.trainer.plan import BaseSource, HandedOver, Saved, SavePlan, StepPlan, StepResult
 from headrace.trainer.rank_main import Failure, SignOfLife, main
 from headrace.trainer.world import Seat, WorldSettings
 
@@ -72,6 +73,9 @@ class RankWorld:
         ]
         self._broken = False
         self._ready: set[int] = set()
+        self._sending = threading.Lock()
+        self._ahead: str | None = None
+        """The folder of the plan that rank 0 has already."""
 
     @property
     def pids(self) -> tuple[int | None, ...]:
@@ -109,6 +113,16 @@ class RankWorld:
             with contextlib.suppress(OSError):
                 pipe.send(("drop", None))
 
+    def hand_over(self, plan: StepPlan) -> None:
+        """Give rank 0 the plan that comes next, to be made ready while it runs another: the only call that may be made beside another.
+
+        Blocks until it is read. What was handed over before and not run is forgotten; whoever dies meanwhile says so to who waits for it.
+        """
+        with self._sending, contextlib.suppress(OSError):
+            self._ahead = None
+            self._pipes[0].send(("ahead", plan))
+            self._ahead = plan.out_dir
+
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step; blocks until it is done.
 
@@ -127,8 +141,12 @@ class RankWorld:
     def _ask(self, plan: StepPlan | SavePlan) -> StepResult | Saved:
         # From a thread of its own: a rank that is stopped, or that still waits for another to start, reads no plan, and a large one does
         # not fit into the pipe.
+        self._sending.acquire()  # here: a plan that is handed over from now on comes behind this one
         sending = threading.Thread(target=self._send, args=(plan,), name="headrace-plan", daemon=True)
-        sending.start()
+        if self._is_there(plan) and select.select([], self._pipes, [], 0)[1] == self._pipes:
+            sending.run()  # some bytes, for which there is room: to start a thread took 3 ms, beside others that compute
+        else:
+            sending.start()
         try:
             return self._result()
         except (OSError, EOFError):
@@ -138,12 +156,23 @@ class RankWorld:
                 self.kill()
             raise
         finally:
-            sending.join(_STOP_SECONDS)  # at once: the result is here, or who should have read the plan is not
+            if sending.ident is not None:
+                sending.join(_STOP_SECONDS)  # at once: the result is here, or who should have read the plan is not
+
+    def _is_there(self, plan: StepPlan | SavePlan) -> bool:
+        return isinstance(plan, StepPlan) and plan.out_dir == self._ahead
 
     def _send(self, plan: StepPlan | SavePlan) -> None:
-        with contextlib.suppress(OSError):  # a rank is gone: the end of its pipe says so to who waits for the result
+        first: StepPlan | SavePlan | HandedOver = plan
+        if isinstance(plan, StepPlan) and self._is_there(plan):
+            first, self._ahead = HandedOver.of(plan), None
+        try:
             for rank, pipe in enumerate(self._pipes):
-                pipe.send(("run", plan if rank == 0 else None))
+                pipe.send(("run", first if rank == 0 else None))
+        except OSError:
+            pass  # a rank is gone: the end of its pipe says so to who waits for the result
+        finally:
+            self._sending.release()
 
     def _result(self) -> StepResult | Saved:
         by_pipe = {pipe: rank for rank, pipe in enumerate(self._pipes)}

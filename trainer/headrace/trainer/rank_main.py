@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from headrace.core.errors import HeadraceError
 from headrace.core.importing import importing
 from headrace.core.processes import die_with, name_process
+from headrace.trainer.inbox import Inbox
 from headrace.trainer.plan import BaseSource, Saved, SavePlan, StepPlan, StepResult
 from headrace.trainer.world import Seat, WorldSettings
 
@@ -32,9 +33,6 @@ if TYPE_CHECKING:  # it imports torch, which only a rank does
     from headrace.trainer.engine import TrainingEngine
 
 logger = logging.getLogger(__name__)
-
-Request = tuple[Literal["run"], StepPlan | SavePlan | None] | tuple[Literal["preload"], BaseSource] | tuple[Literal["drop"], None]
-"""To a rank; only rank 0 gets the plan itself."""
 
 _PEEK_SECONDS = 0.05
 _RUN, _END = b"run", b"end"
@@ -81,10 +79,11 @@ def main(pipe: Connection, world: WorldSettings, seat: Seat, parent: int) -> Non
         with lock:
             pipe.send(message)
 
+    inbox = Inbox(pipe, engine.make_ready)
     with suppress(BrokenPipeError, OSError, EOFError):  # the parent is gone
         answer(SignOfLife())
         while True:
-            match pipe.recv():
+            match inbox.next():
                 case ("preload", BaseSource() as base):
                     _preload(engine, base)
                 case ("drop", None):

@@ -1,0 +1,230 @@
+"""The step after the one that is stored and committed: begun while that is under way, and used only if it is what comes next."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from aiokafka.errors import KafkaConnectionError
+from tests.worker.groups import group
+from tests.worker.stage import Commit, Owner, Stage, offsets_of, until
+from tests.worker.test_cut import admit, members, run_of
+
+from headrace.consumers.cut import next_batch
+from headrace.consumers.foresight import foreseen
+from headrace.consumers.waiting import Waiting
+from headrace.schemas.commands import DeleteModel
+from headrace.schemas.jobs import TrainingJob
+from headrace.schemas.state import StepRecord
+from headrace.schemas.weights import WeightsPublished
+from headrace.trainer.plan import StepPlan, StepResult
+
+staged = pytest.mark.asyncio(loop_scope="session")
+
+
+@contextmanager
+def ran(stage: Stage) -> Iterator[list[StepPlan]]:
+    """The plans that the world was asked to run."""
+    plans: list[StepPlan] = []
+    run = stage.world.run
+
+    async def noting(plan: StepPlan, snapshot: object) -> StepResult:
+        plans.append(plan)
+        return await run(plan, snapshot)  # type: ignore[arg-type]
+
+    with mock.patch.object(stage.world, "run", noting):
+        yield plans
+
+
+async def ahead_has_run(owner: Owner) -> None:
+    """The step after the one whose commit waits for this has run."""
+
+    def happened() -> bool:
+        begun = owner.lane._steps.ahead._begun
+        return begun is not None and begun.task.done()
+
+    await until(happened)
+
+
+@staged
+async def test_the_next_step_runs_while_this_one_waits_for_its_commit_and_is_not_run_again(stage: Stage) -> None:
+    lane = stage.free_lane()
+    model = await stage.model(lane)
+
+    async def hold_the_first(commit: Commit) -> dict[str, int]:
+        if commit.of(StepRecord, lambda record: record.step == 1):
+            await ahead_has_run(commit.owner)
+        return await commit.go()
+
+    with ran(stage) as plans:
+        async with stage.seen(model) as seen, stage.owner(lane, hold_the_first):
+            sent = await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(4)))
+            first, second = await seen.until(StepRecord, 2)
+            await seen.until(WeightsPublished, 2)
+        assert [plan.attempt for plan in plans] == [first.attempt, second.attempt]
+        assert (offsets_of(first), offsets_of(second)) == (sent[:2], sent[2:])
+        assert (second.attempt_before, second.scalars_before) == (first.attempt, first.scalars)
+        # Whoever comes next runs both again, from the ledger alone: a digest that differs would stop the model.
+        async with stage.seen(model) as seen, stage.owner(lane):
+            await stage.send(model, *(group(f"h{i}", seed=i, version=None) for i in range(2)))
+            (third,) = [record for record in await seen.until(StepRecord, 3) if record.step == 3]
+    assert third.attempt_before == second.attempt
+
+
+@staged
+async def test_rule_05_a_step_that_was_begun_ahead_of_a_commit_that_failed_is_not_gone_on_from(stage: Stage) -> None:
+    lane = stage.free_lane()
+    model = await stage.model(lane)
+    lost: list[StepRecord] = []
+
+    async def fail_the_first(commit: Commit) -> dict[str, int]:
+        if (steps := commit.of(StepRecord)) and not lost:
+            lost.extend(steps)
+            await ahead_has_run(commit.owner)
+            raise KafkaConnectionError("it never reached the broker")
+        return await commit.go()
+
+    with ran(stage) as plans:
+        async with stage.seen(model) as seen, stage.owner(lane, fail_the_first):
+            sent = await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(4)))
+            first, second = await seen.until(StepRecord, 2)
+    before, dropped = plans[:2]
+    assert (before.attempt, dropped.state.attempt) == (lost[0].attempt, lost[0].attempt)
+    assert {first.attempt, second.attempt}.isdisjoint({before.attempt, dropped.attempt})
+    assert (offsets_of(first), offsets_of(second)) == (sent[:2], sent[2:])
+    assert (first.weights.digest, first.plan_digest) == (lost[0].weights.digest, lost[0].plan_digest)
+    assert second.attempt_before == first.attempt
+
+
+@staged
+async def test_a_model_that_is_deleted_meanwhile_commits_no_step_that_was_begun_ahead(stage: Stage) -> None:
+    lane = stage.free_lane()
+    model, other = await stage.model(lane), await stage.model(lane)
+
+    async def delete_it(commit: Commit) -> dict[str, int]:
+        if commit.of(StepRecord, lambda record: record.model_id == model.model_id):
+            await ahead_has_run(commit.owner)
+            written = await commit.go()
+            await stage.command(DeleteModel(model_id=model.model_id))
+            await until(lambda: stage.run_of(commit.owner, model).status == "deleted")
+            return written
+        return await commit.go()
+
+    async with stage.seen(model) as seen, stage.seen(other) as of_other, stage.owner(lane, delete_it) as owner:
+        await seen.until_state(lambda state: state.status == "active")
+        await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(4)))
+        await seen.until_state(lambda state: state.status == "deleted")
+        await stage.send(other, *(group(f"o{i}", seed=i, version=None) for i in range(2)))
+        await of_other.until(StepRecord, 1)
+        assert owner.lane._steps.ahead.model_id is None
+        assert [record.step for record in seen.of(StepRecord)] == [1]
+
+
+@staged
+async def test_a_lane_that_is_left_commits_the_step_that_was_begun_ahead_and_leaves_its_snapshot(stage: Stage) -> None:
+    lane = stage.free_lane()
+    model = await stage.model(lane)
+
+    async def leave_at_the_first(commit: Commit) -> dict[str, int]:
+        if commit.of(StepRecord, lambda record: record.step == 1):
+            await ahead_has_run(commit.owner)
+            commit.owner.lane.leave()
+        return await commit.go()
+
+    async with stage.seen(model) as seen:
+        async with stage.owner(lane, leave_at_the_first) as owner:
+            await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(6)))
+            await asyncio.wait({owner.task})
+        state = await seen.until_state(lambda state: state.snapshot_step == 2)
+    assert state.policy_version == 2, "and no third one was begun"
+
+
+@staged
+async def test_no_step_is_begun_ahead_of_one_that_is_under_suspicion(stage: Stage) -> None:
+    """What ends the worker must be the step whose intent is in the log (rule 10)."""
+    lane = stage.free_lane()
+    model = await stage.model(lane)
+    async with stage.seen(model) as seen, stage.owner(lane) as owner:
+        await seen.until_state(lambda state: state.status == "active")
+        await owner.die()
+    begun: list[str | None] = []
+
+    async def look(commit: Commit) -> dict[str, int]:
+        if commit.of(StepRecord, lambda record: record.step == 1):
+            begun.append(commit.owner.lane._steps.ahead.model_id)
+        return await commit.go()
+
+    await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(4)))
+    async with stage.seen(model) as seen, stage.owner(lane, look):
+        await seen.until(StepRecord, 2)
+    assert begun == [None]
+
+
+def test_what_is_foreseen_is_what_the_cut_gives_after_the_commit() -> None:
+    run = run_of()
+    for offset in range(5):
+        admit(run, offset)
+    current = next_batch(run)
+    assert current is not None
+    found = foreseen(run, current, 1)
+    for waiting in current.groups:
+        del run.waiting[waiting.offset]
+    run.state = run.state.model_copy(update={"policy_version": 1})
+    assert found is not None
+    assert found == next_batch(run)
+
+
+def test_nothing_is_foreseen_while_the_bucket_is_not_complete_or_what_comes_is_not_the_logs_to_say() -> None:
+    run = run_of(max_policy_lag=0)
+    for offset in range(3):
+        admit(run, offset)
+    current = next_batch(run)
+    assert current is not None
+    assert foreseen(run, current, 1) is None, "one group waits, two are needed"
+    run.lingered = True
+    assert foreseen(run, current, 1) is None, "a clock's cut is an intent first"
+    run.lingered = False
+    admit(run, 3, initial=0, final=0)
+    assert foreseen(run, current, 1) is None, "a group will be stale at the next version"
+    assert 3 in run.waiting, "and it is the cut that says so"
+    admit(run, 4)
+    del run.waiting[3]
+    assert foreseen(run, current, 1) is not None
+    run.status = "deleted"
+    assert foreseen(run, current, 1) is None
+
+
+def test_a_jobs_turn_is_not_taken_by_what_is_foreseen_of_the_stream() -> None:
+    run = run_of()
+    admit(run, 0)
+    admit(run, 1)
+    current = next_batch(run)
+    assert current is not None
+    admit(run, 2, job_id="job")
+    run.open_job(TrainingJob(job_id="job", group_ids=("g2",)), 3)
+    admit(run, 4)
+    admit(run, 5)
+    assert foreseen(run, current, 1) is None
+    # One that is completed later comes later.
+    later = run_of()
+    for offset in range(4):
+        admit(later, offset)
+    current = next_batch(later)
+    assert current is not None
+    admit(later, 4, job_id="job")
+    later.open_job(TrainingJob(job_id="job", group_ids=("g4",)), 5)
+    found = foreseen(later, current, 1)
+    assert found is not None
+    assert [waiting.offset for waiting in found.groups] == [2, 3]
+
+
+def test_a_shadows_groups_are_not_foreseen_since_their_versions_go_at_the_cut() -> None:
+    run = run_of()
+    run.state = run.state.model_copy(update={"shadow_of": "other"})
+    for offset in range(4):
+        run.admit(Waiting(offset=offset, group=replace(members(f"g{offset}", 7, 7)), job_id=None))
+    current = next_batch(run)
+    assert current is not None
+    assert foreseen(run, current, 1) is None
