@@ -2,14 +2,13 @@
 
 Guarantees: the same records give the same tables in every gateway; a view of a model or a job folds the commands over it that no owner has
 read yet (exactly-once rule 16), at the cost of that one model or job; a record that can't be read is counted and left out, since a gateway
-that does not start serves nobody. Gives up: bounds on the number of steps that are kept of a model (about 1 kB each).
+that does not start serves nobody. Gives up: nothing of its own; `step_history` says how much of a model's steps is held.
 """
 
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
 
 from aiokafka import ConsumerRecord
 from pydantic import BaseModel
@@ -18,9 +17,9 @@ from headrace.core.errors import HeadraceError
 from headrace.core.job_views import JobView, fold_jobs, open_document
 from headrace.core.kept import NotOursError, open_kept
 from headrace.core.model_views import ModelView, at_home, command_of, fold, open_state
+from headrace.gateway.step_history import StepHistory
 from headrace.schemas.events import TrainingEvent
 from headrace.schemas.gateway import FACTS
-from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.topics import (
     COMMANDS as COMMANDS_TOPIC,
@@ -35,7 +34,7 @@ from headrace.schemas.topics import (
     WEIGHTS,
     lane_key,
 )
-from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished, WeightsRef
+from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
 
 logger = logging.getLogger(__name__)
 
@@ -45,27 +44,6 @@ _EVENTS_KEPT = 1000
 _ACKS_KEPT = 1000
 _CHANGES_KEPT = 5000
 _EVENT_KINDS: tuple[type[BaseModel], ...] = TrainingEvent.__args__
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepEntry:
-    """What is kept in memory of a step's ledger record."""
-
-    step: int
-    incarnation: str
-    job_id: str | None
-    committed_at: datetime
-    metrics: dict[str, float]
-    weights: WeightsRef
-    report: WeightsRef | None
-    groups: int
-    updates: int
-    cut: str
-    attempt: str
-    hot_load_deployment: str | None
-    hot_load_identity: str | None
-    refusals: dict[RejectionReason, int]
-    trajectory_refusals: dict[RejectionReason, int]
 
 
 @dataclass(slots=True)
@@ -82,8 +60,8 @@ class Tables:
     """Of `gateway`, by key."""
     kinds: dict[str, dict[str, BaseModel]] = field(default_factory=lambda: defaultdict(dict))
     """The same by the first part of their keys."""
-    steps: dict[str, list[StepEntry]] = field(default_factory=dict)
-    """The ledger of each model's latest incarnation, in step order."""
+    steps: dict[str, StepHistory] = field(default_factory=dict)
+    """The ledger of each model's latest incarnation."""
     published: dict[str, WeightsPublished] = field(default_factory=dict)
     acks: dict[str, WeightsApplied | WeightsFailed] = field(default_factory=dict)
     """The last of each engine."""
@@ -144,11 +122,11 @@ class Tables:
         of_kind = self.kinds.get(prefix.partition("/")[0], {})
         return [of_kind[key] for key in sorted(key for key in of_kind if key.startswith(prefix))]
 
-    def history(self, model: ModelView) -> list[StepEntry]:
-        """The committed steps of a model that lives, in order; none of an incarnation before it."""
-        entries = self.steps.get(model.model_id, [])
-        incarnation = model.state.incarnation if model.state is not None and model.status != "creating" else None
-        return entries if entries and entries[-1].incarnation == incarnation else []
+    def history(self, model: ModelView) -> StepHistory:
+        """The committed steps of a model that lives; none of an incarnation before it."""
+        incarnation = model.state.incarnation if model.state is not None and model.status != "creating" else ""
+        found = self.steps.get(model.model_id)
+        return found if found is not None and found.incarnation == incarnation else StepHistory(incarnation, 0)
 
     def _with_lane(self, state: ConsumerRecord | None, waiting: list[ConsumerRecord]) -> list[ConsumerRecord]:
         found = [] if state is None else [state]
@@ -210,30 +188,12 @@ def _fact(tables: Tables, record: ConsumerRecord) -> None:
 def _step(tables: Tables, record: ConsumerRecord) -> None:
     step = open_kept(record, (StepRecord,))
     assert isinstance(step, StepRecord)  # noqa: S101 - narrows the type
-    entries = tables.steps.setdefault(step.model_id, [])
-    if entries and (entries[-1].incarnation != step.incarnation):
-        entries.clear()
-    if entries and entries[-1].step >= step.step:
-        return  # a mirrored topic may have it twice
-    entries.append(
-        StepEntry(
-            step=step.step,
-            incarnation=step.incarnation,
-            job_id=step.job_id,
-            committed_at=step.committed_at,
-            metrics=step.metrics,
-            weights=step.weights,
-            report=step.report,
-            groups=step.groups,
-            updates=step.updates,
-            cut=step.cut,
-            attempt=step.attempt,
-            hot_load_deployment=step.options.hot_load_deployment,
-            hot_load_identity=step.hot_load_identity,
-            refusals=step.refusals,
-            trajectory_refusals=step.trajectory_refusals,
-        )
-    )
+    if step.lane != record.partition:
+        raise NotOursError(record, "it does not belong to this partition", claims=False)
+    history = tables.steps.get(step.model_id)
+    if history is None or history.incarnation != step.incarnation:
+        history = tables.steps[step.model_id] = StepHistory(step.incarnation, record.partition)
+    history.append(step, record.offset)
 
 
 def _weights(tables: Tables, record: ConsumerRecord) -> None:

@@ -1,15 +1,17 @@
 """A model's steps as curves and bars that a page can draw, however many there are. Pure.
 
-Guarantees: at most `points` buckets of consecutive steps, each with mean, lowest and highest value, so that a spike is not lost. Gives up:
-steps that do not have the metric; they are left out, and the curve goes over them.
+Guarantees: at most `points` buckets of consecutive steps, from the first to the last, each with mean, lowest and highest value, so that a
+spike is not lost. Gives up: steps that do not have the metric; they are left out, and the curve goes over them; of a long run, more points
+than `step_history` holds stretches.
 """
 
 import re
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from itertools import islice
 
 from headrace.gateway.dashboard.answers import Bucket, Curve, LagBar, Lags, VersionAt
-from headrace.gateway.tables import StepEntry
+from headrace.gateway.step_history import StepEntry, StepHistory, Stretch
 
 LAG_STEPS = 50
 """Latest steps whose tokens make the bars."""
@@ -17,52 +19,48 @@ _NAMES_FROM = 20
 _LAG = re.compile(r"lag_tokens_(\d+|16_up|unknown)")
 
 
-def curve(entries: Sequence[StepEntry], metric: str, points: int) -> Curve:
+def curve(history: StepHistory, metric: str, points: int) -> Curve:
     """A metric over the steps.
 
     Args:
-        entries: In step order.
+        history: Of the model.
         metric: Its name.
         points: Buckets at most.
     """
-    having = [(entry, entry.metrics[metric]) for entry in entries if metric in entry.metrics]
+    having = list(history.stretches(metric))
     size = max(1, -(-len(having) // points))
-    buckets = []
-    for at in range(0, len(having), size):
-        stretch = having[at : at + size]
-        values = [value for _, value in stretch]
-        last = stretch[-1][0]
-        buckets.append(
-            Bucket(
-                first=stretch[0][0].step,
-                last=last.step,
-                at=last.committed_at,
-                mean=sum(values) / len(values),
-                low=min(values),
-                high=max(values),
-            )
-        )
-    return Curve(metric=metric, points=buckets)
+    return Curve(metric=metric, points=[_bucket(having[at : at + size]) for at in range(0, len(having), size)])
 
 
-def metric_names(entries: Sequence[StepEntry]) -> list[str]:
+def _bucket(stretches: Sequence[Stretch]) -> Bucket:
+    return Bucket(
+        first=stretches[0].first,
+        last=stretches[-1].last,
+        at=stretches[-1].at,
+        mean=sum(each.total for each in stretches) / sum(each.count for each in stretches),
+        low=min(each.low for each in stretches),
+        high=max(each.high for each in stretches),
+    )
+
+
+def metric_names(entries: Iterable[StepEntry]) -> list[str]:
     """What the latest steps have, without the parts that the lag histogram shows."""
-    names = {name for entry in islice(reversed(entries), _NAMES_FROM) for name in entry.metrics}
+    names = {name for entry in islice(reversed(list(entries)), _NAMES_FROM) for name in entry.metrics}
     return sorted(name for name in names if "_lag_" not in name and not name.startswith("lag_tokens_"))
 
 
-def versions(entries: Sequence[StepEntry], points: int) -> list[VersionAt]:
+def versions(moments: Sequence[tuple[int, datetime]], points: int) -> list[VersionAt]:
     """When versions came, evenly thinned; the first and the last are among them."""
-    size = max(1, -(-len(entries) // points))
-    kept = list(entries[::size])
-    if entries and kept[-1] is not entries[-1]:
-        kept.append(entries[-1])
-    return [VersionAt(version=entry.step, at=entry.committed_at) for entry in kept]
+    size = max(1, -(-len(moments) // points))
+    kept = list(moments[::size])
+    if moments and kept[-1] is not moments[-1]:
+        kept.append(moments[-1])
+    return [VersionAt(version=version, at=at) for version, at in kept]
 
 
-def lags(entries: Sequence[StepEntry]) -> Lags:
+def lags(entries: Iterable[StepEntry]) -> Lags:
     """Tokens by lag over the latest steps, with the mean ratio and the effective share by tokens."""
-    latest = entries[-LAG_STEPS:]
+    latest = list(entries)[-LAG_STEPS:]
     names = {found[1] for entry in latest for name in entry.metrics if (found := _LAG.fullmatch(name))}
     return Lags(steps=len(latest), bars=[_bar(name, latest) for name in sorted(names, key=_order)])
 

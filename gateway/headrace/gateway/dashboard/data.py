@@ -3,7 +3,6 @@
 Guarantees: access as everywhere; nothing is cached by browsers; what writes needs a header that no other site's page can send.
 """
 
-import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -57,8 +56,7 @@ async def get_curve(
 ) -> Response:
     """A metric over the steps."""
     tables = await gate.view.fresh()
-    history = list(tables.history(seen_model(tables, caller, model_id)))
-    return _json(await asyncio.to_thread(curve, history, metric, points))
+    return _json(curve(tables.history(seen_model(tables, caller, model_id)), metric, points))
 
 
 @router.get("/models/{model_id}/steps")
@@ -71,7 +69,7 @@ async def get_steps(
 ) -> Response:
     """Steps, newest first."""
     tables = await gate.view.fresh()
-    return _json(step_list(tables.history(seen_model(tables, caller, model_id)), before, limit))
+    return _json(await step_list(gate.settings, tables.history(seen_model(tables, caller, model_id)), before, limit))
 
 
 @router.get("/models/{model_id}/steps/{step}")
@@ -79,7 +77,7 @@ async def get_step(model_id: str, step: int, gate: OpenGate, caller: KnownCaller
     """One step."""
     tables = await gate.view.fresh()
     view = seen_model(tables, caller, model_id)
-    return _json(await step_page(gate, tables, view, step_of(tables, view, step)))
+    return _json(await step_page(gate, tables, view, await step_of(gate, tables, view, step)))
 
 
 @router.get("/models/{model_id}/steps/{step}/trajectory")
@@ -96,7 +94,7 @@ async def get_trajectory(
     """One trajectory."""
     tables = await gate.view.fresh()
     view = seen_model(tables, caller, model_id)
-    entry = step_of(tables, view, step)
+    entry = await step_of(gate, tables, view, step)
     return _json(await trajectory_page(gate, tables, view, entry, group_id=group, index=trajectory, update=update))
 
 

@@ -87,7 +87,7 @@ def model_row(tables: Tables, view: ModelView) -> ModelRow:
     """A model as a row."""
     state = view.state
     history = tables.history(view)
-    last = history[-1] if history else None
+    last = history.last
     return ModelRow(
         id=view.model_id,
         name=view.name,

@@ -17,8 +17,10 @@ from headrace.gateway.dashboard.answers import GroupRow, StepPage, TrajectoryRow
 from headrace.gateway.dashboard.model_page import step_row
 from headrace.gateway.dashboard.seen import model_row
 from headrace.gateway.gate import Gate
+from headrace.gateway.ledger_reading import whole_steps
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.tables import StepEntry, Tables
+from headrace.gateway.step_history import StepEntry
+from headrace.gateway.tables import Tables
 from headrace.schemas.report import ReportedGroup, ReportedTrajectory
 
 _GROUPS = 500
@@ -35,13 +37,14 @@ class StepGroups:
     problem: str | None
 
 
-def step_of(tables: Tables, view: ModelView, step: int) -> StepEntry:
+async def step_of(gate: Gate, tables: Tables, view: ModelView, step: int) -> StepEntry:
     """A step of the model's present incarnation.
 
     Raises:
         ProblemError: 404.
+        HeadraceError: Kafka does not answer.
     """
-    found = next((entry for entry in tables.history(view) if entry.step == step), None)
+    found = (await whole_steps(gate.settings, tables.history(view), [step])).get(step)
     if found is None:
         raise ProblemError(404, f"model {view.name} has no step {step}")
     return found
@@ -74,14 +77,14 @@ async def step_page(gate: Gate, tables: Tables, view: ModelView, entry: StepEntr
     return StepPage(
         model=model_row(tables, view),
         step=step_row(entry),
-        metrics=entry.metrics,
+        metrics=dict(entry.metrics),
         timings=found.timings,
         groups=[_group(group) for group in found.groups[:_GROUPS]],
         more_groups=max(0, len(found.groups) - _GROUPS),
         rows=found.rows,
         problem=found.problem,
-        first=history[0].step if history else entry.step,
-        last=history[-1].step if history else entry.step,
+        first=history.first_step or entry.step,
+        last=entry.step if history.last is None else history.last.step,
     )
 
 

@@ -26,7 +26,8 @@ from headrace.gateway.dashboard.step_page import StepGroups, step_groups, trajec
 from headrace.gateway.dashboard.token_text import said_texts, texts_of, tokenizer_of
 from headrace.gateway.gate import Gate
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.tables import StepEntry, Tables
+from headrace.gateway.step_history import StepEntry
+from headrace.gateway.tables import Tables
 from headrace.schemas.chat import Choice, MessageOrChoice
 from headrace.schemas.codec import decode_group
 from headrace.schemas.errors import CodecError

@@ -20,7 +20,8 @@ from headrace.gateway.rlor.names import OwnAccount, id_in, name_of
 from headrace.gateway.rlor.paging import page
 from headrace.gateway.rlor.steps import output_model
 from headrace.gateway.rlor.wire import Timestamp, Wire
-from headrace.gateway.tables import StepEntry, Tables
+from headrace.gateway.step_history import BriefStep, StepHistory
+from headrace.gateway.tables import Tables
 from headrace.schemas.rlor_resources import ModelAlias, model_alias_key
 
 router = APIRouter(prefix="/v1/accounts/{account}", tags=["RLOR: jobs"])
@@ -88,9 +89,11 @@ async def list_checkpoints(
     """The checkpoints of a job."""
     tables = await gate.view.fresh()
     job = find_job(tables, account, job_id)
-    rows = [(str(entry.step), _shown(job, entry)) for entry in _versions(tables, job)]
+    history = _versions(tables, job)
+    rows = [(str(step), step) for step in history.numbers]
     found = page(rows, size=page_size, token=page_token, asked=("checkpoints", account, job_id))
-    return CheckpointList(checkpoints=list(found.rows), next_page_token=found.next_page_token, total_size=found.total_size)
+    listed = [_shown(job, entry) for step in found.rows if (entry := history.find(step)) is not None]
+    return CheckpointList(checkpoints=listed, next_page_token=found.next_page_token, total_size=found.total_size)
 
 
 @router.post("/checkpoints/{checkpoint}:promote", openapi_extra=_PROMOTION, response_model_exclude_none=True)
@@ -104,7 +107,7 @@ async def promote(account: str, checkpoint: str, request: Request, caller: OwnAc
     async with changing(gate, account, job_id) as tables:
         job = find_job(tables, account, job_id)
         version = int(named["version"])
-        if named["job"] != job_id or all(entry.step != version for entry in _versions(tables, job)):
+        if named["job"] != job_id or _versions(tables, job).find(version) is None:
             raise ProblemError(404, f"{job.name} has no checkpoint {checkpoint[:100]!r}: list its checkpoints")
         output = output_model(tables, gate, account, asked.output_model, "output_model")
         alias = ModelAlias(account=account, id=output, job=job_id, model_id=job.fact.model_id, version=version, owner=caller.owner)
@@ -116,14 +119,15 @@ async def promote(account: str, checkpoint: str, request: Request, caller: OwnAc
     return Promoted(model=PromotedModel(name=name_of(account, "models", output), kind=_kind(job, "HF_PEFT_ADDON", "HF_BASE_MODEL")))
 
 
-def _versions(tables: Tables, job: Job) -> list[StepEntry]:
+def _versions(tables: Tables, job: Job) -> StepHistory:
     view = tables.model(job.fact.model_id)
     if view is None or job.fact.deleted_at is not None:
-        return tables.steps.get(job.fact.model_id, [])
+        found = tables.steps.get(job.fact.model_id)
+        return StepHistory("", 0) if found is None else found
     return tables.history(view)
 
 
-def _shown(job: Job, entry: StepEntry) -> Checkpoint:
+def _shown(job: Job, entry: BriefStep) -> Checkpoint:
     return Checkpoint(
         name=f"{job.name}/checkpoints/{job.fact.id}-v{entry.step}",
         create_time=entry.committed_at,

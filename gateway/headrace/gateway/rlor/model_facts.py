@@ -6,7 +6,8 @@ from datetime import datetime
 from headrace.core.model_views import ModelView
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.names import name_of
-from headrace.gateway.tables import StepEntry, Tables
+from headrace.gateway.step_history import BriefStep
+from headrace.gateway.tables import Tables
 from headrace.schemas.jobs import JobState
 from headrace.schemas.rlor_resources import ModelAlias, model_alias_key
 from headrace.schemas.weights import WeightsPublished
@@ -19,7 +20,7 @@ class NamedModel:
     alias: ModelAlias
     view: ModelView
     """Of the job's model."""
-    entry: StepEntry | None
+    entry: BriefStep | None
     """The step that made the version; None: it is not committed, or the job was made anew since and its steps are no longer known."""
     ready_at: datetime | None
     """None: its step runs."""
@@ -46,7 +47,7 @@ class NamedModel:
         return version_of(self.view, self.entry)
 
 
-def version_of(model: ModelView, entry: StepEntry) -> WeightsPublished:
+def version_of(model: ModelView, entry: BriefStep) -> WeightsPublished:
     """A committed version as `weights` had it, without the list of its files."""
     return WeightsPublished(
         model_id=model.model_id,
@@ -92,15 +93,17 @@ def models_of(tables: Tables, account: str) -> list[NamedModel]:
     return [found for alias in aliases if (found := _named(tables, alias)[0]) is not None]
 
 
-def step_of(tables: Tables, alias: ModelAlias) -> StepEntry | None:
+def step_of(tables: Tables, alias: ModelAlias) -> BriefStep | None:
     """The step that made what a name stands for; None: not committed, or no longer known."""
-    entries = reversed(tables.steps.get(alias.model_id, []))
+    history = tables.steps.get(alias.model_id)
+    if history is None:
+        return None
     if alias.training_job is not None:
-        return next((entry for entry in entries if entry.job_id == alias.training_job), None)
+        return history.of_job(alias.training_job)
     view = tables.model(alias.model_id)
     if view is None or view.created_at > alias.created_at:
         return None  # the job was made anew since: its versions are others
-    return next((entry for entry in entries if entry.step == alias.version), None)
+    return None if alias.version is None else history.find(alias.version)
 
 
 def _named(tables: Tables, alias: ModelAlias) -> tuple[NamedModel | None, str]:

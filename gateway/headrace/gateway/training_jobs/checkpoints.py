@@ -16,6 +16,7 @@ from headrace.core.lanes import lane_of
 from headrace.core.model_views import ModelView
 from headrace.gateway.access import KnownCaller
 from headrace.gateway.gate import OpenGate
+from headrace.gateway.ledger_reading import whole_steps
 from headrace.gateway.log_writer import sealed
 from headrace.gateway.tables import Tables, is_model
 from headrace.gateway.training_jobs.pages import DEFAULT_LIMIT, After, Limit, Listed, Page, page
@@ -49,8 +50,12 @@ async def list_checkpoints(
 ) -> Page[Checkpoint]:
     """The checkpoints of a model by step."""
     tables = await gate.view.fresh()
-    found = checkpoints_of(tables, model_of(tables, caller, model_id))
-    return page(found if order == "asc" else found[::-1], after=after, limit=limit)
+    model = model_of(tables, caller, model_id)
+    found = checkpoints_of(tables, model)
+    cut = page(found if order == "asc" else found[::-1], after=after, limit=limit)
+    whole = await whole_steps(gate.settings, tables.history(model), [item.step for item in cut.data])
+    data = [item.model_copy(update={"metrics": dict(whole[item.step].metrics)}) if item.step in whole else item for item in cut.data]
+    return cut.model_copy(update={"data": data})
 
 
 class DeletedCheckpoints(BaseModel):
@@ -98,16 +103,13 @@ async def delete_checkpoints(model_id: str, request: DeleteRequest, caller: Know
 def _whose_files_go(tables: Tables, model: ModelView, steps: list[int]) -> list[int]:
     """Without the base model, which is no file of ours, and without what another model begins with: it may have to begin again."""
     begun = {view.start_weights.uri for view in tables.models() if view.start_weights is not None and is_model(view)}
-    weights = {entry.step: entry.weights.uri for entry in tables.history(model)}
-    return [step for step in steps if step in weights and weights[step] not in begun]
+    history = tables.history(model)
+    entries = [entry for step in steps if (entry := history.find(step)) is not None]
+    return [entry.step for entry in entries if entry.weights.uri not in begun]
 
 
 def checkpoints_of(tables: Tables, model: ModelView) -> list[Checkpoint]:
-    """Those that are listed, by step."""
+    """Those that are listed, by step, without their metrics."""
     own = incarnation(model)
-
-    def checkpoint(step: int, metrics: dict[str, float]) -> Checkpoint:
-        return Checkpoint(id=str(uuid.uuid5(_NAMESPACE, f"{own}/{step}")), step=step, metrics=metrics)
-
-    found = [checkpoint(0, {}), *(checkpoint(entry.step, entry.metrics) for entry in tables.history(model))]
-    return [item for item in found if not is_deleted(tables, model, item.step)]
+    listed = [step for step in (0, *tables.history(model).numbers) if not is_deleted(tables, model, step)]
+    return [Checkpoint(id=str(uuid.uuid5(_NAMESPACE, f"{own}/{step}")), step=step, metrics={}) for step in listed]

@@ -134,7 +134,7 @@ def _is_listed(tables: Tables, document: JobDocument) -> bool:
     model = tables.model(document.model_id)
     if model is None or not is_model(model) or model.created_at > document.created_at:
         return True  # deleted, or made anew since: there is nothing to wait for
-    return any(entry.job_id == document.job_id for entry in reversed(tables.history(model)))
+    return tables.history(model).of_job(document.job_id) is not None
 
 
 def _document(view: JobView) -> JobDocument:
