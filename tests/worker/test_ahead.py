@@ -17,6 +17,7 @@ from headrace.consumers.foresight import foreseen
 from headrace.consumers.waiting import Waiting
 from headrace.schemas.commands import DeleteModel
 from headrace.schemas.jobs import TrainingJob
+from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import StepRecord
 from headrace.schemas.weights import WeightsPublished
 from headrace.trainer.plan import StepPlan, StepResult
@@ -96,6 +97,33 @@ async def test_rule_05_a_step_that_was_begun_ahead_of_a_commit_that_failed_is_no
     assert (offsets_of(first), offsets_of(second)) == (sent[:2], sent[2:])
     assert (first.weights.digest, first.plan_digest) == (lost[0].weights.digest, lost[0].plan_digest)
     assert second.attempt_before == first.attempt
+
+
+@staged
+async def test_a_group_that_goes_meanwhile_takes_what_was_begun_on_it_along(stage: Stage) -> None:
+    lane = stage.free_lane()
+    model = await stage.model(lane)
+
+    async def expire_the_third(commit: Commit) -> dict[str, int]:
+        written = await commit.go()
+        if commit.of(StepRecord, lambda record: record.step == 1):
+            await ahead_has_run(commit.owner)
+            run = stage.run_of(commit.owner, model)
+            run.refuse(offset=sent[2], group_id="g2", job_id=None, reason=RejectionReason.EXPIRED, detail="its time is over")
+        return written
+
+    with ran(stage) as plans:
+        async with stage.seen(model) as seen:
+            sent = await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(5)))
+            async with stage.owner(lane, expire_the_third):
+                first, second = await seen.until(StepRecord, 2)
+    assert plans[1].state.attempt == first.attempt, "it was begun"
+    assert second.attempt != plans[1].attempt, "and is not what was committed"
+    assert offsets_of(second) == sent[3:]
+    # From the ledger alone it comes out as it did: it began from the first step, not from what was begun ahead.
+    async with stage.seen(model) as seen, stage.owner(lane):
+        await stage.send(model, *(group(f"h{i}", seed=i, version=None) for i in range(2)))
+        assert [record.step for record in await seen.until(StepRecord, 3)] == [1, 2, 3]
 
 
 @staged

@@ -16,6 +16,9 @@ from headrace.consumers.world import TrainerWorld
 from headrace.schemas.state import ModelState
 from headrace.trainer.plan import StateKey, StepPlan, StepResult
 
+_GRACE_SECONDS = 5.0
+"""Ranks take longer than this to start, most steps less to end."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Following:
@@ -88,6 +91,7 @@ class StepAhead:
     def __init__(self, world: TrainerWorld) -> None:
         self._world = world
         self._begun: Begun | None = None
+        self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def model_id(self) -> str | None:
@@ -99,12 +103,12 @@ class StepAhead:
         if self._begun is None:
             self._begun = Begun(plan=plan, task=asyncio.create_task(self._world.run(plan, None), name=f"ahead-{plan.state.step + 1}"))
 
-    async def of(self, state: StateKey) -> Begun | None:
+    def of(self, state: StateKey) -> Begun | None:
         """The step that was begun from this state; one that the same model began from another state is ended."""
         if self._begun is None or self._begun.plan.state.model_id != state.model_id:
             return None
         if self._begun.plan.state != state:
-            await self.drop()
+            self.drop()
         return self._begun
 
     async def take(self, begun: Begun) -> StepResult:
@@ -113,13 +117,22 @@ class StepAhead:
             self._begun = None
         return await begun.task
 
-    async def drop(self) -> None:
-        """End what was begun: it is not wanted. The ranks end with it, if it runs."""
+    def drop(self) -> None:
+        """It is not wanted. What is nearly done may end on the device; what is not, ends with its ranks."""
         begun, self._begun = self._begun, None
         if begun is not None:
-            begun.task.cancel()
-            await asyncio.gather(begun.task, return_exceptions=True)
-            await asyncio.to_thread(shutil.rmtree, begun.plan.out_dir, ignore_errors=True)
+            ending = asyncio.create_task(_end(begun), name="ahead-ends")
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+
+async def _end(begun: Begun) -> None:
+    try:
+        await asyncio.wait({begun.task}, timeout=_GRACE_SECONDS)
+    finally:
+        begun.task.cancel()
+        await asyncio.gather(begun.task, return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, begun.plan.out_dir, ignore_errors=True)
 
 
 def state_after(state: ModelState, plan: StepPlan) -> ModelState:

@@ -71,10 +71,10 @@ class LaneTraining:
                     else:
                         await self._begin_anew(run)
                     self.stepping = False
-                await self._steps.ahead.drop()  # a command took it away
+                self._steps.ahead.drop()  # a command took it away
                 self._book.note_unreported()  # the cut may have refused groups
         finally:
-            await self._steps.ahead.drop()
+            self._steps.ahead.drop()
             for task in self._deleting:
                 task.cancel()
 

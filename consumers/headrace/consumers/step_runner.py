@@ -160,16 +160,16 @@ class StepRunner:
                     raise BatchGivenUpError(cause_of(error)) from error
             except BaseException:
                 shutil.rmtree(plan.out_dir, ignore_errors=True)
-                await self.ahead.drop()
+                self.ahead.drop()
                 raise
 
     async def _prepared(self, run: ModelRun, batch: Batch, config: TrainConfig) -> tuple[StepPlan, WeightsRef | None, Begun | None]:
         """The plan, and the snapshot of the state that it starts from; or the step itself, where it was begun ahead."""
-        if (begun := await self.ahead.of(state_key(run.state))) is not None:
+        if (begun := self.ahead.of(state_key(run.state))) is not None:
             if same_step(begun.plan, await self._plan(run, run.state, batch, config, begun.plan.attempt)):
                 return begun.plan, None, begun
             logger.info("step %d of %s was begun ahead on something else", begun.plan.state.step + 1, run.state.name)
-            await self.ahead.drop()
+            self.ahead.drop()
         # Before the plan: a step that is run again fetches a KL reference of its own, and one a model is kept.
         snapshot = await self._catch_up.ready(run.state)
         return await self._plan(run, run.state, batch, config, await self.attempts.new(run.state.model_id)), snapshot, None
