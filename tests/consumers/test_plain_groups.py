@@ -150,7 +150,25 @@ ODD: list[Any] = [
     [2.0],
     "x" * 300,
 ]
-NAMES = ["role", "purpose", "token_ids", "logprobs", "start_time", "tools", "allow_training_without_logprobs", "content", "name", "x_own"]
+NAMES = [
+    "tool_calls",
+    "exceptions",
+    "annotations",
+    "stop_reason",
+    "index",
+    "reward",
+    "metrics",
+    "role",
+    "purpose",
+    "token_ids",
+    "logprobs",
+    "start_time",
+    "tools",
+    "allow_training_without_logprobs",
+    "content",
+    "name",
+    "x_own",
+]
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -177,6 +195,59 @@ def test_what_the_short_way_admits_the_long_way_admits_alike(tiny_model: Path, d
     if short is not None:
         assert isinstance(long, Admitted), long
         assert (content(short.group), short.job_id) == (content(long.group), long.job_id)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"reward":1.0', b'"reward":1e999'),
+        (b'"reward":1.0', b'"reward":NaN'),
+        (b'"reward":1.0', b'"reward":1' + b"0" * 400),
+        (b'"reward":1.0', b'"reward":01'),
+        (b'"metadata":{"a":[1]}', b'"metadata":{"a":[1' + b"0" * 400 + b"]}"),
+        (b'"metadata":{"a":[1]}', b'"metadata":{"a":["\\\\ud800"]}'),
+        (b'"metadata":{"a":[1]}', b'"metadata":{"a":[01]}'),
+        (b'"metadata":{"a":[1]}', b'"metadata":{"a":["\xff"]}'),
+        (b'"content":"a b"', b'"content":"\\\\udc00"'),
+        (b'"content":"a b"', b'"content":"\xff"'),
+        (b'"arguments":{"at":1}', b'"arguments":{"at":1e999}'),
+        (b'"arguments":{"at":1}', b'"arguments":{"at":"\xed\xa0\x80"}'),
+        (b"[2,7,3]", b"[2,7,3.0]"),
+        (b"[2,7,3]", b"[2,true,3]"),
+        (b"[2,7,3]", b"[2,7,3,]"),
+        (b"[2,7,3]", b"[2,7,5000000000]"),
+    ],
+)
+def test_what_the_long_way_refuses_in_bytes_does_not_go_the_short_way(tiny_model: Path, old: bytes, new: bytes) -> None:
+    body = packed(raw_group()).replace(b'\\"', b"'")  # without the escapes of a text in a text, to write into it
+    (size,) = struct.unpack_from("<Q", body)
+    old, new = old.replace(b'"', b"'"), new.replace(b'"', b"'")
+    assert old in body
+    header = body[8 : 8 + size].replace(old, new).replace(b"'", b'\\"')
+    short, long = both_ways(request(tiny_model, struct.pack("<Q", len(header)) + header + body[8 + size :]))
+    assert short is None
+    assert not isinstance(long, Admitted) or long.group.rejected
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"data_offsets":[0,60]', b'"data_offsets":[0,56]'),
+        (b'"data_offsets":[0,60]', b'"data_offsets":[0,120]'),
+        (b'"shape":[15]', b'"shape":[14]'),
+        (b'"shape":[15]', b'"shape":[15,1]'),
+        (b'"shape":[15]', b'"shape":[-15]'),
+        (b'"dtype":"I32"', b'"dtype":"U32"'),
+    ],
+)
+def test_arrays_that_do_not_fit_their_header_do_not_go_the_short_way(tiny_model: Path, old: bytes, new: bytes) -> None:
+    body = packed(raw_group())
+    (size,) = struct.unpack_from("<Q", body)
+    assert old in body
+    header = body[8 : 8 + size].replace(old, new, 1)
+    short, long = both_ways(request(tiny_model, struct.pack("<Q", len(header)) + header + body[8 + size :]))
+    assert short is None
+    assert isinstance(long, Unreadable)
 
 
 def test_only_small_safetensors_groups_of_a_model_that_trains_go_the_short_way(tiny_model: Path) -> None:

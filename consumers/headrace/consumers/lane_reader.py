@@ -8,9 +8,10 @@ membership; it uses `assign`.
 import logging
 from collections.abc import Sequence
 
-from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
+from headrace.consumers.swift_consumer import SwiftConsumer
 from headrace.core.deadline import deadline
 from headrace.core.kafka import ClientOptions
 from headrace.core.polling import poll
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 1000
 _STOP_SECONDS = 5.0
 _MAX_RECORDS = 256
+_FETCH_BYTES = 4 << 20
+"""More is slower: what was received does not stay in the processor's cache until it is read."""
 
 
 class LaneReader:
@@ -38,13 +41,13 @@ class LaneReader:
         self._options = options
         self.groups = TopicPartition(groups_topic or topics.trajectory_groups, lane)
         self.commands = TopicPartition(topics.commands, lane)
-        self._consumer = AIOKafkaConsumer(
+        self._consumer = SwiftConsumer(
             **options,
             group_id=None,
             enable_auto_commit=False,
             auto_offset_reset="none",
             isolation_level="read_committed",
-            max_partition_fetch_bytes=8 * 1024 * 1024,
+            max_partition_fetch_bytes=_FETCH_BYTES,
         )
 
     async def start(self, groups_from: int, commands_from: int) -> int:

@@ -122,27 +122,15 @@ def _from_raw(raw: Any) -> SampledGroup:  # noqa: ANN401 - raw JSON
     return SampledGroup(group=validate(TrajectoryGroup, raw), turns=turns)
 
 
-def split_safetensors(body: bytes | memoryview) -> tuple[Any, SampledTokens]:
-    """The two parts of the safetensors form: the group's JSON, parsed and not validated, and the flat arrays over all turns, checked.
-
-    For who reads the JSON otherwise than into `TrajectoryGroup`. Whether spans tile the arrays is not looked at. A version is -1 where its
-    turn has none.
-
-    Raises:
-        CodecError: no safetensors, no JSON, or arrays that don't fit their header, differ in length, or hold what they must not.
-    """
+def _decode_safetensors(body: memoryview) -> SampledGroup:
     if sys.byteorder != "little":
         raise CodecError(Reason.UNKNOWN_TYPE, "", "this host is big-endian: send the JSON form")
-    header, data = _split(memoryview(body))
+    header, data = _split(body)
     metadata = header.get("__metadata__")
     text = metadata.get("group") if isinstance(metadata, dict) else None
     if not isinstance(text, str):
         raise CodecError(Reason.NOT_JSON, "__metadata__.group", "the group's JSON is missing")
-    return load_json(text.encode()), _flat(header, data)
-
-
-def _decode_safetensors(body: memoryview) -> SampledGroup:
-    raw, flat = split_safetensors(body)
+    raw, flat = load_json(text.encode()), _flat(header, data)
     turns: list[SampledTokens | None] = []
     at = 0
     for choice, path in raw_choices(raw):

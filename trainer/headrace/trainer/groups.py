@@ -40,11 +40,11 @@ class TokenSequence:
     """int32[T]: the version that sampled each token, -1 where not sampled or unknown; None where the sampler said none."""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.token_ids), len(self.trainable), len(self.logprobs)}
-        if self.policy_versions is not None:
-            lengths.add(len(self.policy_versions))
-        if len(lengths) != 1 or 0 in lengths:
-            raise ValueError(f"the arrays of a sequence must have one length of at least 1, not {sorted(lengths)}")
+        n = len(self.token_ids)
+        versions = n if self.policy_versions is None else len(self.policy_versions)
+        if not 0 < n == len(self.trainable) == len(self.logprobs) == versions:
+            lengths = sorted({n, len(self.trainable), len(self.logprobs), versions})
+            raise ValueError(f"the arrays of a sequence must have one length of at least 1, not {lengths}")
         if self.trainable[0]:
             raise ValueError("the first token of a sequence can't be trainable: nothing predicts it")
 
