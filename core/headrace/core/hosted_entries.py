@@ -11,6 +11,7 @@ Shapes: E entries of all turns of the group.
 """
 
 import uuid
+from array import array
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -35,6 +36,7 @@ _MARGIN = 512
 _OWN = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 """The first n of eight bytes."""
 _SPACES = np.uint64(0x2020202020202020)
+_ZEROS = np.uint64(0x3030303030303030)
 _LOW, _HIGH = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
 
 
@@ -115,9 +117,9 @@ def _found(body: bytes) -> _Entries:
     braces = braces[(braces > _MARGIN // 8) & (braces < len(body) - _MARGIN)]
     word = _words(body)
     entry = _is(word, braces, _ENTRY)
-    opens = entry & _is(word, braces - 11, b'"content":[')
     follows = entry & (bytes_[braces - 1] == ord(",")) & (bytes_[braces - 2] == ord("}"))
-    firsts = np.flatnonzero(opens)
+    others = np.flatnonzero(entry & ~follows)
+    firsts = others[_is(word, braces[others] - 11, b'"content":[')]
     _need(len(firsts))
     breaks = np.flatnonzero(~follows)
     stops = np.append(breaks, len(braces))[np.searchsorted(breaks, firsts, side="right")]
@@ -171,17 +173,25 @@ def _is(word: npt.NDArray[np.uint64], at: Positions, text: bytes) -> npt.NDArray
 def _find(word: npt.NDArray[np.uint64], at: Positions, byte: bytes, words: int) -> Positions:
     """The next place with a byte, from each place on, within so many words."""
     wanted = _LOW * np.uint64(byte[0])
-    found = at.copy()
-    left = np.arange(len(at))
-    for _ in range(words):
-        other = word[found[left]] ^ wanted
-        zero = (other - _LOW) & ~other & _HIGH  # the lowest bit that is set belongs to the first byte that is equal
-        skipped = np.bitwise_count((zero & (~zero + np.uint64(1))) - np.uint64(1)) >> 3
-        found[left] += skipped
-        left = left[skipped == 8]
+    skipped = _skipped(word[at] ^ wanted)
+    found = at + skipped
+    left = np.flatnonzero(skipped == 8)
+    for _ in range(1, words):
         if len(left) == 0:
             return found
+        skipped = _skipped(word[found[left]] ^ wanted)
+        found[left] += skipped
+        left = left[skipped == 8]
+    if len(left) == 0:
+        return found
     raise _OtherwiseError
+
+
+def _skipped(other: npt.NDArray[np.uint64]) -> Positions:
+    """How many bytes of each word stand before its first that is zero; 8 where none is."""
+    zero = (other - _LOW) & ~other & _HIGH  # the lowest bit that is set belongs to the first
+    skipped: Positions = np.bitwise_count((zero & (~zero + np.uint64(1))) - np.uint64(1)).astype(np.int64) >> 3
+    return skipped
 
 
 def _texts(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions, width: int) -> npt.NDArray[np.uint8]:
@@ -209,33 +219,56 @@ def _numbers(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions) ->
     _need((lengths > 0).all() and longest < _NUMBER_BYTES)
     texts = _texts(word, at, lengths, 8 * (longest // 8 + 1))
     texts[:, -1] = ord(",")
+    # What is made of these is a number, a list of numbers, or no JSON.
+    _need((((texts >= ord("+")) & (texts <= ord("9"))) | ((texts | np.uint8(32)) == ord("e")) | (texts == ord(" "))).all())
     texts[-1, -1] = ord(" ")
-    values = orjson.loads(b"[" + texts.tobytes() + b"]")
-    _need(len(values) == len(at) and {*map(type, values)} <= {float, int})
+    values = array("d", orjson.loads(b"[" + texts.tobytes() + b"]"))
+    _need(len(values) == len(at))
     with np.errstate(over="ignore"):
-        numbers = np.array(values, np.float64).astype(np.float32)
+        numbers = np.frombuffer(values, np.float64).astype(np.float32)
     _need(np.isfinite(numbers).all())
     return numbers
 
 
 def _check_bytes(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions) -> None:
     """Numbers with commas between them, as JSON wants them. Nobody reads them, and a group with others is no JSON."""
-    width = 8
-    while True:
-        chosen = lengths < width if width == 8 else (lengths < width) & (lengths >= width // 2)
-        if chosen.any():
-            _check_digits(_texts(word, at[chosen], lengths[chosen], width), lengths[chosen])
-        if width >= _MOST_BYTES:
-            _need((lengths < width).all())
+    _need((lengths >= 0).all() and (lengths < _MOST_BYTES).all())
+    shortest = 0
+    while shortest < _MOST_BYTES:  # mostly all are short: what is longer than twice as long is looked at apart
+        longest = max(16, 2 * shortest)
+        chosen = (lengths >= shortest) & (lengths < longest)
+        if chosen.all():
+            _check_digits(word, at, lengths, longest // 8)
             return
-        width *= 2
+        if chosen.any():
+            _check_digits(word, at[chosen], lengths[chosen], longest // 8)
+        shortest = longest
 
 
-def _check_digits(texts: npt.NDArray[np.uint8], lengths: Positions) -> None:
-    digit, comma, blank = texts - np.uint8(48) < 10, texts == ord(","), texts == ord(" ")
-    _need((digit | comma | blank).all())
-    _need(((digit | comma).sum(axis=1) == lengths).all())  # a space of the sender's own
-    _need(not (comma[:, 0].any() or (comma[:, :-1] & ~digit[:, 1:]).any()))
-    begins = np.ones_like(digit)
-    begins[:, 1:] = comma[:, :-1]
-    _need(not (begins[:, :-1] & (texts[:, :-1] == ord("0")) & digit[:, 1:]).any())
+def _check_digits(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions, words: int) -> None:
+    """Looks at eight bytes at once: flags in the lowest bit of each byte."""
+    begins: npt.NDArray[np.uint64] | np.uint64 = np.uint64(1)  # a number begins there: behind a comma, or in front
+    zero_begun: npt.NDArray[np.uint64] | np.uint64 = np.uint64(0)
+    empty = (lengths == 0).astype(np.uint64)
+    for i in range(words):
+        own = _OWN[np.clip(lengths - 8 * i, 0, 8)]
+        text = (word[at + 8 * i] & own) | (_SPACES & ~own)
+        _need(not (text & _HIGH).any())
+        tens = text ^ _ZEROS
+        # 0 to 9 add up to less than 128 with 118.
+        digit = ~((tens + _LOW * np.uint64(118)) >> np.uint64(7)) & _LOW
+        comma = _equal(text, ord(","))
+        _need(((digit | comma) == own & _LOW).all())
+        starts = (comma << np.uint64(8)) | begins
+        lone = (starts & _equal(text, ord("0"))) << np.uint64(8) | zero_begun
+        _need(not (starts & ~digit & ~(empty if i == 0 else np.uint64(0))).any())
+        _need(not (lone & digit).any())
+        begins = comma >> np.uint64(56)
+        zero_begun = (starts & _equal(text, ord("0"))) >> np.uint64(56)
+    _need(not np.any(begins))
+
+
+def _equal(text: npt.NDArray[np.uint64], byte: int) -> npt.NDArray[np.uint64]:
+    """Which bytes, all below 128, are this one."""
+    other = text ^ (_LOW * np.uint64(byte))
+    return ~((other + _LOW * np.uint64(127)) >> np.uint64(7)) & _LOW
