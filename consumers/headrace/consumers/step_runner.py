@@ -18,18 +18,18 @@ from functools import partial
 from pathlib import Path
 
 from headrace.consumers.admission_pool import AdmissionPool
-from headrace.consumers.ahead import Begun, Following, NextPlan, StepAhead, same_step, state_after
+from headrace.consumers.ahead import Begun, Following, NextPlan, StepAhead, same_step
 from headrace.consumers.attempts import Attempts
 from headrace.consumers.catch_up import CatchUp, ModelDivergedError, state_key
 from headrace.consumers.cut import Batch
-from headrace.consumers.doomed_weights import is_doomed
-from headrace.consumers.evaluation_sets import EvaluationSetError, evaluation_groups
+from headrace.consumers.evaluation_sets import EvaluationSetError
 from headrace.consumers.job_documents import evaluation_of, options_of, without_evaluation
-from headrace.consumers.kl_references import KlReferences, ReferencedStep, ReferenceMissingError
+from headrace.consumers.kl_references import KlReferences, ReferenceMissingError
 from headrace.consumers.lane_commands import problem_of
 from headrace.consumers.model_run import ModelRun
 from headrace.consumers.rerun import StepReruns
 from headrace.consumers.step_files import store_for_deployment, store_snapshot, store_step
+from headrace.consumers.step_plans import StepPlans, config_of
 from headrace.consumers.step_records import StepOutcome, committed_step
 from headrace.consumers.step_report import build_report
 from headrace.consumers.transaction import CommittedStep, TakenSnapshot
@@ -39,17 +39,12 @@ from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
 from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError, ObjectStore
 from headrace.schemas.jobs import JobState
-from headrace.schemas.state import ModelState, Rebased, StepRecord
-from headrace.schemas.training import SftConfig, TrainConfig
+from headrace.schemas.state import Rebased, StepRecord
 from headrace.schemas.weights import WeightsRef
-from headrace.trainer.options import merged_config, resolve
-from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
+from headrace.trainer.plan import StateKey, StepPlan, StepResult
 from headrace.trainer.rank import RankDiedError, StepFailedError, cause_of
 
 logger = logging.getLogger(__name__)
-
-MAX_WINDOW_IDS = 16_384
-"""Ids admitted since the snapshot that a model's state lists: beyond them a snapshot is due (rule 15)."""
 
 
 class BatchGivenUpError(Exception):
@@ -92,8 +87,8 @@ class StepRunner:
         self._store = store
         self._world = world
         self._lane = lane
-        self._pool = pool
         self._references = references
+        self._plans = StepPlans(settings, store, pool, references)
         reruns = StepReruns(settings, world, pool, lane, references)
         options = client_options(settings.kafka, f"headrace-catch-up-{lane}")
         self._max_attempts = settings.worker.max_step_attempts
@@ -119,14 +114,14 @@ class StepRunner:
             ModelDivergedError: the state that it starts from can't be had again.
             HeadraceError: the store can't be reached.
         """
-        config = self._config(run, batch)
+        config = config_of(run, batch)
         if (problem := problem_of(run.state.settings.model_copy(update={"train": config}), self._settings.base_models)) is not None:
             raise BatchGivenUpError(problem)
         key = state_key(run.state)
         while True:
             timer = _Timer(time.perf_counter(), {})
             try:
-                plan, snapshot, begun = await self._prepared(run, batch, config)
+                plan, snapshot, begun = await self._prepared(run, batch)
             except StateNotHeldError as error:
                 logger.warning("%s: caught up once more", error)  # the world broke, or another's turn did
                 continue
@@ -163,28 +158,19 @@ class StepRunner:
                 self.ahead.drop()
                 raise
 
-    async def _prepared(self, run: ModelRun, batch: Batch, config: TrainConfig) -> tuple[StepPlan, WeightsRef | None, Begun | None]:
+    async def _prepared(self, run: ModelRun, batch: Batch) -> tuple[StepPlan, WeightsRef | None, Begun | None]:
         """The plan, and the snapshot of the state that it starts from; or the step itself, where it was begun ahead."""
         if (begun := self.ahead.of(state_key(run.state))) is not None:
-            if same_step(begun.plan, await self._plan(run, run.state, batch, config, begun.plan.attempt)):
+            if same_step(begun.plan, await self._plans.of(run, batch, begun.plan.attempt)):
                 return begun.plan, None, begun
             logger.info("step %d of %s was begun ahead on something else", begun.plan.state.step + 1, run.state.name)
             self.ahead.drop()
         # Before the plan: a step that is run again fetches a KL reference of its own, and one a model is kept.
         snapshot = await self._catch_up.ready(run.state)
-        return await self._plan(run, run.state, batch, config, await self.attempts.new(run.state.model_id)), snapshot, None
+        return await self._plans.of(run, batch, await self.attempts.new(run.state.model_id)), snapshot, None
 
-    async def _plan_after(self, run: ModelRun, plan: StepPlan, batch: Batch) -> StepPlan:
-        """The step after `plan`, but for the scalars that it leads to.
-
-        Raises:
-            HeadraceError: it can't be planned before that is committed.
-        """
-        state, config = state_after(run.state, plan), self._config(run, batch)
-        options = resolve(config)
-        if options.needs_reference and (options.kl.step_lag is not None or options.kl.logprobs_uri is not None):
-            raise ReferenceMissingError("its KL reference is a step that no ledger has yet, or arrays that would have to be compared")
-        return await self._plan(run, state, batch, config, await self.attempts.new(state.model_id))
+    async def _plan_after(self, run: ModelRun, before: StepPlan, batch: Batch) -> StepPlan:
+        return await self._plans.after(run, before, batch, await self.attempts.new(run.state.model_id))
 
     async def _go_ahead(self, run: ModelRun, result: StepResult, coming: NextPlan) -> None:
         """Begin the step after this one on the device, where all that it needs is at hand."""
@@ -217,13 +203,13 @@ class StepRunner:
         plan = StepPlan(
             state=begins,
             attempt=attempt,
-            base=self._base(run),
+            base=base_source(self._settings.base_models[state.settings.base_model]),
             settings=state.settings,
             config=state.settings.train,
             groups=(),
             scalars=scalars,
             becomes=becomes,
-            out_dir=str(self._work_dir / attempt),
+            out_dir=self._plans.out_dir(attempt),
         )
         timer = _Timer(time.perf_counter(), {})
         try:
@@ -284,59 +270,6 @@ class StepRunner:
         duplicates, window_ids = run.window.to_bytes(), run.window.since
         ref = await store_snapshot(self._store, folder, key, duplicates, await self.attempts.new(key.model_id))
         return TakenSnapshot(ref=ref, window_ids=window_ids)
-
-    def _config(self, run: ModelRun, batch: Batch) -> TrainConfig:
-        job = run.jobs.get(batch.job_id) if batch.job_id is not None else None
-        own = job.document.config if job is not None and job.document is not None else None
-        return merged_config(run.state.settings.train, own)
-
-    @staticmethod
-    def _sft(run: ModelRun, batch: Batch) -> SftConfig | None:
-        """The settings of a supervised job; None for any other step."""
-        job = run.jobs.get(batch.job_id) if batch.job_id is not None else None
-        document = job.document if job is not None else None
-        return None if document is None or document.kind != "sft" else document.sft or SftConfig()
-
-    def _base(self, run: ModelRun) -> BaseSource:
-        return base_source(self._settings.base_models[run.state.settings.base_model])
-
-    async def _plan(self, run: ModelRun, state: ModelState, batch: Batch, config: TrainConfig, attempt: str) -> StepPlan:
-        sft, asked = self._sft(run, batch), options_of(run.jobs, batch.job_id)
-        options = resolve(config)
-        groups = tuple(waiting.group for waiting in batch.groups)
-        evaluation = await evaluation_groups(self._store, self._pool, asked.evaluation, self._base(run), state.settings)
-        reference = None
-        if options.needs_reference and sft is None:
-            needed = ReferencedStep(
-                model_id=state.model_id,
-                incarnation=state.incarnation,
-                version=state.policy_version,
-                start=state.start_weights,
-                groups=groups,
-                evaluation=evaluation,
-                is_doomed=partial(is_doomed, run),
-            )
-            reference = await self._references.of(needed, options.kl)
-        return StepPlan(
-            state=state_key(state),
-            attempt=attempt,
-            base=self._base(run),
-            settings=state.settings,
-            config=config,
-            groups=groups,
-            sft=sft,
-            forward_only=asked.forward_only,
-            evaluation=evaluation,
-            scalars=state.scalars,
-            reference=reference,
-            snapshot=self._snapshot_due(state, run),
-            report_rows="none" if asked.forward_only else self._settings.worker.report_rows,
-            out_dir=str(self._work_dir / attempt),
-        )
-
-    def _snapshot_due(self, state: ModelState, run: ModelRun) -> bool:
-        since = state.policy_version + 1 - state.snapshot_step
-        return since >= self._settings.worker.snapshot_every or run.window.since >= MAX_WINDOW_IDS
 
     async def _stored(self, run: ModelRun, batch: Batch, plan: StepPlan, result: StepResult, timer: _Timer) -> CommittedStep:
         # Both at one moment: the snapshot's window, and which of the ids since the last snapshot it holds.
