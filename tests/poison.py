@@ -7,7 +7,9 @@ from aiokafka.errors import KafkaError
 from pydantic import BaseModel
 from tests.unreadable import UNREADABLE, send_batch, send_torn, send_unreadable
 
+from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options
+from headrace.core.kept import open_kept
 from headrace.core.reading import read_to_end
 from headrace.core.settings import Settings
 from headrace.core.topic_metadata import partition_count
@@ -35,7 +37,7 @@ BODIES: dict[str, bytes | None] = {
     "control": b'{"model_id": "\x1b[2J\x00"}',
     "escaped control": b'{"model_id": "\\u001b[2J\\u0000", "job_id": "\\u0000"}',
     "times": b'{"model_id": "m", "created_at": "0001-01-01T00:00:00+23:59", "committed_at": "9999-12-31T23:59:59-23:59", "lane": -1}',
-    "large": b'{"model_id": "' + b"a" * 900_000 + b'"}',
+    "large": b'{"model_id": "' + b"a" * 800_000 + b'"}',
 }
 OTHER_HEADERS: dict[str, Headers] = {
     "none": [],
@@ -47,7 +49,7 @@ OTHER_HEADERS: dict[str, Headers] = {
 TIMES = (0, -1, -(10**17))
 """Of records, in milliseconds; -1: none. A broker refuses those of the future."""
 FOREIGN_KEYS = (None, b"", b"\xff\xfe", b"foreign", b"lane:", b"a/b/c")
-KEYED = (topics.MODELS, topics.STEPS, topics.JOBS, topics.WEIGHTS, topics.WEIGHT_ACKS, topics.GATEWAY)
+KEYED = (topics.MODELS, topics.COMMANDS, topics.STEPS, topics.JOBS, topics.WEIGHTS, topics.WEIGHT_ACKS, topics.GATEWAY)
 """Topics in which a record stands for its key."""
 
 
@@ -74,7 +76,7 @@ async def write_poison(settings: Settings, keys: Iterable[str] = (), *, claimed:
     async with AIOKafkaProducer(**options, max_request_size=8 * 1024 * 1024, linger_ms=5) as producer:
         for name in CARRIED.keys() - set(but):
             topic = settings.topic_names.full(name)
-            genuine = await read_to_end(options, topic)
+            genuine = [record for record in await read_to_end(options, topic) if _is_ours(record, name)]
             partitions = await partition_count(options, topic)
             for partition in range(partitions):
                 for key in (*FOREIGN_KEYS, *named):
@@ -91,12 +93,13 @@ async def _all_kinds(
     types = [type_of(kind).encode() for kind in kinds[:2]]
     headers: list[Headers] = [*OTHER_HEADERS.values(), *([("ce_type", each)] for each in types)]
     headers += [[("ce_type", each.removesuffix(b"1") + b"9")] for each in types]
-    records = [
-        (key, body, each)
-        for kind, body in BODIES.items()
-        for each in (headers if len(body or b"") < 10_000 else headers[-1:])
-        if body is not None or tombstone
-    ]
+    bodies = {kind: body for kind, body in BODIES.items() if body is not None or tombstone}
+    records: list[tuple[bytes | None, bytes | None, Headers]] = []
+    for number, body in enumerate(bodies.values()):
+        # Each body under all headers where it matters most, and under some of them elsewhere.
+        few = [headers[number % len(headers)], headers[-1 - number % len(headers)]]
+        under = headers[-1:] if len(body or b"") > 100_000 else few if tombstone else headers
+        records += [(key, body, each) for each in under]
     count = 0
     for start in range(0, len(records), 40):
         try:
@@ -113,13 +116,19 @@ async def _all_kinds(
     return count + 6 + len(TIMES)
 
 
+def _is_ours(record: ConsumerRecord, name: str) -> bool:
+    try:
+        open_kept(record, CARRIED[name])
+    except HeadraceError:
+        return False
+    return record.key is not None
+
+
 async def _copies(producer: AIOKafkaProducer, topic: str, partition: int, genuine: list[ConsumerRecord], name: str) -> int:
     """Records of ours under another key, and of lanes in another partition."""
     count = 0
     for record in genuine if name in KEYED else []:
-        if record.key is None or record.value is None:
-            continue
-        keys = {b"foreign", *(other.key for other in genuine if other.key is not None)} - {record.key}
+        keys = {b"foreign", *(other.key for other in genuine)} - {record.key}
         for key in keys:
             await producer.send_and_wait(topic, record.value, key=key, partition=partition, headers=list(record.headers))
         if name in {topics.MODELS, topics.STEPS} and record.partition != partition:

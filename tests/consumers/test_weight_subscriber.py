@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from safetensors.torch import load_file, save_file
+from tests.poison import write_poison
 
 from headrace.consumers.adapters import CallableAdapter, LocalEngineAdapter
 from headrace.consumers.weight_subscriber import ModelDeletedError, WeightSubscriber
@@ -13,6 +14,8 @@ from headrace.core.kafka import KafkaUnavailableError
 from headrace.core.lanes import lane_of
 from headrace.core.settings import KafkaSettings, S3Settings, Settings, StoreSettings, TopicSettings
 from headrace.core.store import open_store, store_folder
+from headrace.schemas import topics
+from headrace.schemas.carried import CARRIED
 from headrace.schemas.envelope import header_text, open_record, seal
 from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
 
@@ -161,6 +164,19 @@ async def test_the_version_never_goes_back_and_a_repeat_is_not_applied_again(tra
         await trainer.publish(3)
         await reach(subscriber, 3)
     assert engine.versions in ([1, 2, 3], [2, 3])
+
+
+async def test_versions_come_whatever_stands_between_them(trainer, subscribe, stored_settings):
+    engine = Engine()
+    others = CARRIED.keys() - {topics.WEIGHTS, topics.WEIGHT_ACKS}
+    await write_poison(stored_settings, [MODEL], but=others)
+    async with subscribe(engine) as subscriber:
+        await trainer.publish(1)
+        await reach(subscriber, 1)
+        await write_poison(stored_settings, [MODEL], but=others)
+        await trainer.publish(2)
+        await reach(subscriber, 2)
+    assert engine.versions == [1, 2]
 
 
 async def test_a_new_incarnation_starts_anew(trainer, subscribe):

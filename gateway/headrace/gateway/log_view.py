@@ -43,7 +43,7 @@ class LogView:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.tables = Tables()
+        self.tables = Tables(silence_seconds=settings.gateway.engine_silence_seconds)
         self.lanes = 0
         """Partitions of the lane topics."""
         self._settings = settings
@@ -76,6 +76,7 @@ class LogView:
         self._loop = asyncio.create_task(self._follow(), name="log view")
         try:
             await self.fresh(seconds=600)
+            self.tables.follows = True
         except BaseException:
             await self.close()
             raise
@@ -103,7 +104,9 @@ class LogView:
             KafkaUnavailableError: Kafka does not answer within `seconds`; None: those of a request.
         """
         async with self._patience(seconds):
+            asked = time.time()
             await self._reach(await self._ends())
+            self.tables.as_of = max(self.tables.as_of, asked)
         return self.tables
 
     async def seen(self, places: Mapping[TopicPartition, int], seconds: float | None = None) -> None:

@@ -6,9 +6,11 @@ that does not start serves nobody. Gives up: nothing of its own; `step_history` 
 """
 
 import logging
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from aiokafka import ConsumerRecord
 from pydantic import BaseModel
@@ -34,7 +36,7 @@ from headrace.schemas.topics import (
     WEIGHTS,
     lane_key,
 )
-from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
+from headrace.schemas.weights import EngineAlive, WeightsApplied, WeightsFailed, WeightsPublished, alive_key
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,14 @@ class Tables:
     """The last of each engine."""
     acked: dict[str, deque[WeightsApplied | WeightsFailed]] = field(default_factory=dict)
     """By model id, in the order of the log: those that it still had at start, and all since."""
+    alive: dict[str, float] = field(default_factory=dict)
+    """When an engine said last that it lives, by its name: seconds since the epoch, by our clock for what came since we follow the log."""
+    follows: bool = False
+    """Whether records come as they are written; before, those from before the start are read."""
+    as_of: float = 0.0
+    """When it was last known that nothing is missing: while Kafka is away nobody can say anything."""
+    silence_seconds: float = inf
+    """Of an engine that counts as silent."""
     events: deque[BaseModel] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))
     """The latest events, for whoever looks on."""
     changes: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=_CHANGES_KEPT))
@@ -127,6 +137,11 @@ class Tables:
         incarnation = model.state.incarnation if model.state is not None and model.status != "creating" else ""
         found = self.steps.get(model.model_id)
         return found if found is not None and found.incarnation == incarnation else StepHistory(incarnation, 0)
+
+    def is_silent(self, ack: WeightsApplied | WeightsFailed) -> bool:
+        """Whether the engine of an ack has not said for long that it lives; one that never says so is not."""
+        said = self.alive.get(engine_of(ack))
+        return said is not None and self.as_of - said > self.silence_seconds
 
     def _with_lane(self, state: ConsumerRecord | None, waiting: list[ConsumerRecord]) -> list[ConsumerRecord]:
         found = [] if state is None else [state]
@@ -208,8 +223,12 @@ def _weights(tables: Tables, record: ConsumerRecord) -> None:
 def _ack(tables: Tables, record: ConsumerRecord) -> None:
     if record.value is None:
         tables.acks.pop(_key(record), None)
+        tables.alive.pop(_key(record).removeprefix(alive_key("")), None)
         return
-    ack = open_kept(record, (WeightsApplied, WeightsFailed))
+    ack = open_kept(record, (WeightsApplied, WeightsFailed, EngineAlive))
+    if isinstance(ack, EngineAlive):
+        tables.alive[ack.engine_id] = time.time() if tables.follows else record.timestamp / 1000
+        return
     assert isinstance(ack, WeightsApplied | WeightsFailed)  # noqa: S101 - narrows the type
     tables.acks[ack.engine_id] = ack
     tables.acked.setdefault(ack.model_id, deque(maxlen=_ACKS_KEPT)).append(ack)
@@ -233,6 +252,11 @@ _APPLY: dict[str, Callable[[Tables, ConsumerRecord], None]] = {
     WEIGHT_ACKS: _ack,
     TRAINING_EVENTS: _event,
 }
+
+
+def engine_of(ack: WeightsApplied | WeightsFailed) -> str:
+    """The name of the engine that an ack is of; one that serves several models has an ack for each."""
+    return ack.engine_id.removesuffix(f":{ack.model_id}")
 
 
 def is_model(view: ModelView | None) -> bool:

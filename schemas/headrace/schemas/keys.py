@@ -14,10 +14,10 @@ from headrace.schemas.rlor import RlorJob, RlorRun, rlor_job_key, rlor_run_key
 from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, ModelAlias, dataset_file_key, dataset_key, model_alias_key
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.topics import lane_key
-from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
+from headrace.schemas.weights import EngineAlive, WeightsApplied, WeightsFailed, WeightsPublished, alive_key
 
 
-def key_of(record: BaseModel) -> str | None:
+def key_of(record: BaseModel) -> str | None:  # noqa: PLR0911 - one line for each kind
     """The key of a record; None: its kind is not read by key."""
     if isinstance(record, Command):
         return record.model_id
@@ -30,6 +30,8 @@ def key_of(record: BaseModel) -> str | None:
             return record.job_id
         case WeightsApplied() | WeightsFailed():
             return record.engine_id
+        case EngineAlive():
+            return alive_key(record.engine_id)
         case _:
             return _fact_key(record)
 
