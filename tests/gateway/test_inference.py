@@ -2,6 +2,7 @@
 `test_conformance` and the engine's own tests have real ones."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from headrace.core.settings import Settings
 from headrace.schemas.base import Record
 from headrace.schemas.envelope import seal
 from headrace.schemas.training import ModelSettings
-from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
+from headrace.schemas.weights import EngineAlive, WeightsApplied, WeightsFailed, WeightsPublished, alive_key
 
 NAME = "wandb-artifact:///default/tests/agent"
 DIGEST = "0" * 64
@@ -189,6 +190,43 @@ async def test_an_engine_that_is_gone_is_passed_over(settings: Settings, gateway
         refused = await gateway.post("/v1/chat/completions", json=chat())
         assert refused.status_code == 503
         assert "a at" in refused.json()["error"]["message"]
+
+
+async def lived(settings: Settings, engine_id: str, seconds_ago: float) -> None:
+    """The last word of an engine."""
+    value, headers = seal(EngineAlive(engine_id=engine_id, every_seconds=10), source="test")
+    at = int((time.time() - seconds_ago) * 1000)
+    async with AIOKafkaProducer(**client_options(settings.kafka, "test")) as producer:
+        topic, key = settings.topic_names.weight_acks, alive_key(engine_id).encode()
+        await producer.send_and_wait(topic, value, key=key, headers=headers, timestamp_ms=at)
+
+
+async def test_an_engine_that_fell_silent_is_neither_asked_nor_counted_until_it_speaks_again(settings: Settings, model_id: str) -> None:
+    acks = settings.topic_names.weight_acks
+    async with stand_in() as killed, stand_in() as lives, stand_in() as of_old:
+        for engine, name in ((killed, "killed"), (lives, "lives"), (of_old, "of-old")):
+            said = ack(engine, f"{name}:{model_id}", model_id, 0).model_copy(update={"deployment": "dep"})
+            await say(settings, acks, said.engine_id, said)
+        await lived(settings, "killed", 3600)
+        await lived(settings, "lives", 5)  # the third never said that it would
+        async with running(settings) as http:
+            deployments = "/v1/accounts/default/deployments"
+            made = await http.post(deployments, params={"deploymentId": "dep"}, json={"baseModel": "tiny"})
+            assert made.json()["replicaCount"] == 2
+            for _ in range(4):
+                assert (await http.post("/v1/chat/completions", json=chat())).status_code == 200
+            assert (len(killed.asked), len(lives.asked) + len(of_old.asked)) == (0, 4)
+            await lived(settings, "killed", 0)
+            assert (await http.get(f"{deployments}/dep")).json()["replicaCount"] == 3
+            # A record without a value: it has ended in order.
+            async with AIOKafkaProducer(**client_options(settings.kafka, "test")) as producer:
+                for key in (f"lives:{model_id}", f"of-old:{model_id}", alive_key("lives")):
+                    await producer.send_and_wait(acks, None, key=key.encode())
+        await lived(settings, "killed", 3600)
+        async with running(settings) as http:
+            assert (await http.get(f"{deployments}/dep")).json()["replicaCount"] == 0
+            assert (await http.post("/v1/chat/completions", json=chat())).status_code == 200, "where there is no other it is tried"
+            assert len(killed.asked) == 1
 
 
 async def test_a_stream_comes_through_marked_and_is_kept_only_when_asked(

@@ -2,7 +2,8 @@
 
 Guarantees: a model can be asked for as soon as the command that creates it is in the log; one that was deleted is gone, and so is its ack.
 A failure of one model holds up no other. Names: `<model id>@<version>`, `<model id>` for its current version, the base model's own name.
-Gives up: acks where the process is killed; the engine that starts under the same id writes over them.
+Gives up: taking acks back where the process is killed: it falls silent (`weight_acks`), and an engine that starts under the same id writes
+over them.
 """
 
 import asyncio
@@ -85,7 +86,8 @@ class ServedModels:
         self._keep = keep
         self._store = open_store(settings.store.url, settings.s3)
         self._root = cache_dir or Path(".headrace") / "engines" / quote(identity.engine_id, safe="")
-        self._topic = AckTopic(client_options(settings.kafka, f"headrace-engine-{identity.engine_id}"), settings.topic_names.weight_acks)
+        options = client_options(settings.kafka, f"headrace-engine-{identity.engine_id}")
+        self._topic = AckTopic(options, settings.topic_names.weight_acks, identity.engine_id)
         self._models: dict[str, ServedModel] = {}
         self._moved = asyncio.Condition()
         self._ending = False

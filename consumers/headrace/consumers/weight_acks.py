@@ -1,19 +1,25 @@
-"""What engines say of the versions they were given, on the compacted topic `weight-acks`.
+"""What engines say of the versions they were given, and that they live, on the compacted topic `weight-acks`.
 
-Guarantees: one key for each engine and model, so that the topic holds what is served now; event ids are derived, so that whoever counts
-can drop the repeat after a kill (exactly-once rule 12). Gives up: an ack that Kafka does not take is logged, not kept.
+Guarantees: an engine says every few seconds that it lives, in one small record, and takes that back when it ends in order: one that was
+killed falls silent. One key for each engine and model, so that the topic holds what is served now; event ids are derived, so that whoever
+counts can drop the repeat after a kill (exactly-once rule 12). Gives up: an ack that Kafka does not take is logged, not kept.
 """
 
+import asyncio
 import logging
+from contextlib import suppress
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
 from headrace.core.kafka import ClientOptions, plain_errors
 from headrace.schemas.envelope import seal
-from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
+from headrace.schemas.weights import EngineAlive, WeightsApplied, WeightsFailed, WeightsPublished, alive_key
 
 logger = logging.getLogger(__name__)
+
+ALIVE_SECONDS = 10.0
+"""Between two words of an engine that it lives."""
 
 
 class AckTopic:
@@ -22,12 +28,17 @@ class AckTopic:
     Args:
         options: Client options.
         topic: Full name of `weight-acks`.
+        engine_id: Name of the engine that says meanwhile that it lives.
+        every_seconds: How often.
     """
 
-    def __init__(self, options: ClientOptions, topic: str) -> None:
+    def __init__(self, options: ClientOptions, topic: str, engine_id: str, every_seconds: float = ALIVE_SECONDS) -> None:
         self._options = options
         self._topic = topic
+        self._engine_id = engine_id
+        self._every_seconds = every_seconds
         self._producer: AIOKafkaProducer | None = None
+        self._living: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Connect.
@@ -42,14 +53,27 @@ class AckTopic:
             except BaseException:
                 await self._producer.stop()
                 raise
+        self._living = asyncio.create_task(self._live())
 
     async def stop(self) -> None:
         """Send what is under way, and disconnect."""
+        if self._living is not None:
+            self._living.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._living
+            self._living = None
+            await self.send(alive_key(self._engine_id), None, "")
         if self._producer is not None:
             await self._producer.stop()
             self._producer = None
 
-    async def send(self, key: str, record: WeightsApplied | WeightsFailed | None, event_id: str) -> None:
+    async def _live(self) -> None:
+        while True:
+            word = EngineAlive(engine_id=self._engine_id, every_seconds=self._every_seconds)
+            await self.send(alive_key(self._engine_id), word, f"alive-{self._engine_id}-{word.at.timestamp()}")
+            await asyncio.sleep(self._every_seconds)
+
+    async def send(self, key: str, record: WeightsApplied | WeightsFailed | EngineAlive | None, event_id: str) -> None:
         """Write a record, or with None a tombstone; a failure is logged."""
         assert self._producer is not None  # noqa: S101 - those who ack live between start and stop
         value, headers = (None, []) if record is None else seal(record, source=key, event_id=event_id)

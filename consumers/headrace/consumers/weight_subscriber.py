@@ -60,7 +60,7 @@ class WeightSubscriber:
         self._feed = WeightFeed(options, settings.topic_names.weights, model_id=model_id, deployment=deployment, shadows=shadows)
         root = cache_dir or Path(".headrace") / "engines" / quote(engine_id, safe="")
         self._cache = WeightCache(open_store(settings.store.url, settings.s3), root, keep_versions)
-        self._acks = AckTopic(options, settings.topic_names.weight_acks)
+        self._acks = AckTopic(options, settings.topic_names.weight_acks, engine_id)
         acks = EngineAcks(self._acks, engine_id=engine_id, base_url=base_url, deployment=deployment)
         self._applier = WeightApplier(self._feed, self._cache, adapter, acks, moved=self._notify, on_applied=on_applied)
         self._tasks: list[asyncio.Task[None]] = []

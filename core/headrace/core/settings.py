@@ -175,6 +175,8 @@ class GatewaySettings(_Section):
     inference_timeout_seconds: float = Field(default=1200, gt=0)
     inference_wait_seconds: float = Field(default=2, ge=0)
     """A version that is published and not served yet is waited for so long."""
+    engine_silence_seconds: float = Field(default=60, gt=0)
+    """An engine that said it would say that it lives, and has not for so long, counts no more; requests go to others first."""
     wandb_dir: Path = Path(".headrace/wandb")
     """Where runs lie that jobs ask for (`wandbConfig`), until wandb has sent them."""
     shared_folders: tuple[Annotated[str, Field(pattern=r"^[^/\\]+(/[^/\\]+)*$")], ...] = ()

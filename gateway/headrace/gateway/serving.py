@@ -79,6 +79,9 @@ def newest_version(tables: Tables, model: ModelView) -> int:
 def engines_of(tables: Tables, model: ModelView, busy: Mapping[str, int], *, at_least: int = 0) -> list[Served]:
     """Engines whose last ack is of this model at this version or a later one: newest version first, then the least busy.
 
+    Those that have fallen silent are left out; but where there is no other they are tried, since one of them may only have lost its way
+    to Kafka.
+
     Args:
         tables: What is known.
         model: Of which model.
@@ -87,6 +90,7 @@ def engines_of(tables: Tables, model: ModelView, busy: Mapping[str, int], *, at_
     """
     incarnations = {""} if model.state is None else {"", model.state.incarnation}
     found: list[Served] = []
+    silent: set[str] = set()
     for ack in tables.acks.values():
         # Version 0 is the same in every incarnation.
         if ack.model_id != model.model_id or ack.base_url is None or ack.incarnation not in incarnations:
@@ -96,5 +100,8 @@ def engines_of(tables: Tables, model: ModelView, busy: Mapping[str, int], *, at_
         if version is not None and version >= at_least:
             said = ack.served_as if isinstance(ack, WeightsApplied) else None
             served_as = said or f"{model.model_id}@{version}"
+            if tables.is_silent(ack):
+                silent.add(ack.engine_id)
             found.append(Served(engine_id=ack.engine_id, base_url=ack.base_url.rstrip("/"), served_as=served_as, version=version))
+    found = [served for served in found if served.engine_id not in silent] or found
     return sorted(found, key=lambda served: (-served.version, busy.get(served.engine_id, 0), served.engine_id))

@@ -15,7 +15,7 @@ from headrace.schemas.gateway import FACTS
 from headrace.schemas.jobs import JobDocument, TrainingJob
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.trajectory import TrajectoryGroup
-from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
+from headrace.schemas.weights import EngineAlive, WeightsApplied, WeightsFailed, WeightsPublished
 
 CARRIED: dict[str, tuple[type[BaseModel], ...]] = {
     topics.TRAJECTORY_GROUPS: (TrajectoryGroup, GroupClaim, TrainingJob),
@@ -24,7 +24,7 @@ CARRIED: dict[str, tuple[type[BaseModel], ...]] = {
     topics.MODELS: (ModelState, LaneState),
     topics.TRAINING_EVENTS: (StepCompleted, GroupRejected, TrajectoryRejected, JobStateChanged, ModelStatusChanged, Starved),
     topics.WEIGHTS: (WeightsPublished,),
-    topics.WEIGHT_ACKS: (WeightsApplied, WeightsFailed),
+    topics.WEIGHT_ACKS: (WeightsApplied, WeightsFailed, EngineAlive),
     topics.JOBS: (JobDocument,),
     topics.GATEWAY: FACTS,
     topics.DEAD_LETTERS: (DeadLetterResolved,),

@@ -26,7 +26,7 @@ from headrace.schemas.rlor import RlorJob, RlorRun
 from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, ModelAlias
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.trajectory import TrajectoryGroup
-from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
+from headrace.schemas.weights import EngineAlive, WeightsApplied, WeightsFailed, WeightsPublished
 
 JSON_TYPE = "application/json"
 KafkaHeaders = Sequence[tuple[str, bytes]]
@@ -55,6 +55,7 @@ _NAMES: dict[type[BaseModel], str] = {
     WeightsPublished: "weights-published",
     WeightsApplied: "weights-applied",
     WeightsFailed: "weights-failed",
+    EngineAlive: "engine-alive",
     JobDocument: "job-document",
     DeadLetterResolved: "dead-letter-resolved",
     GatewayJob: "gateway-job",

@@ -57,6 +57,16 @@ class WeightsPublished(Record):
     published_at: datetime = Field(default_factory=utc_now)
 
 
+class EngineAlive(Record):
+    """An engine says that it lives, again and again; when it ends in order it takes this back. Key `alive:<engine>`."""
+
+    engine_id: str
+    """Its name, without a model's."""
+    every_seconds: float = Field(gt=0)
+    """Its next word comes within this."""
+    at: datetime = Field(default_factory=utc_now)
+
+
 class WeightsApplied(Record):
     """An engine serves this version."""
 
@@ -90,3 +100,8 @@ class WeightsFailed(Record):
     base_url: str | None = None
     deployment: str | None = None
     failed_at: datetime = Field(default_factory=utc_now)
+
+
+def alive_key(engine_id: str) -> str:
+    """The key under which an engine says that it lives."""
+    return f"alive:{engine_id}"

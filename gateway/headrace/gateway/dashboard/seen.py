@@ -12,7 +12,7 @@ from headrace.core.model_views import ModelView
 from headrace.gateway.access import Caller
 from headrace.gateway.dashboard.answers import EngineRow, JobRow, ModelRow, Overview
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.tables import Tables
+from headrace.gateway.tables import Tables, engine_of
 from headrace.schemas.gateway import GatewayJob, job_key
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.weights import WeightsApplied, WeightsFailed
@@ -106,14 +106,14 @@ def model_row(tables: Tables, view: ModelView) -> ModelRow:
         created_at=view.created_at,
         updated_at=view.created_at if state is None else state.updated_at,
         shadow_of=view.shadow_of,
-        engines=[engine_row(ack) for ack in tables.acks.values() if is_of(ack, view)],
+        engines=[engine_row(ack) for ack in tables.acks.values() if is_of(ack, view) and not tables.is_silent(ack)],
     )
 
 
 def engine_row(ack: WeightsApplied | WeightsFailed) -> EngineRow:
     """An ack as a row."""
     return EngineRow(
-        engine=ack.engine_id.removesuffix(f":{ack.model_id}"),
+        engine=engine_of(ack),
         version=ack.policy_version,
         at=ack.failed_at if isinstance(ack, WeightsFailed) else ack.applied_at,
         error=ack.error if isinstance(ack, WeightsFailed) else None,

@@ -7,7 +7,7 @@ from datetime import datetime
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.deployment_fields import DeploymentFields
 from headrace.gateway.rlor.names import name_of
-from headrace.gateway.tables import Tables
+from headrace.gateway.tables import Tables, engine_of
 from headrace.schemas.deployments import (
     DeployedModel,
     DeploymentFact,
@@ -106,11 +106,11 @@ def deployments_of(tables: Tables, account: str) -> list[Deployment]:
 
 
 def replicas_of(tables: Tables, deployment: str) -> list[Replica]:
-    """The engines that said they belong to a deployment, by name."""
+    """The engines that said they belong to a deployment, by name; without those that have fallen silent."""
     found: dict[str, Replica] = {}
     for ack in tables.acks.values():
-        if ack.deployment == deployment:
-            engine = ack.engine_id.removesuffix(f":{ack.model_id}")
+        if ack.deployment == deployment and not tables.is_silent(ack):
+            engine = engine_of(ack)
             found.setdefault(engine, Replica(engine)).acks.append(ack)
     return [found[engine] for engine in sorted(found)]
 

@@ -2,8 +2,8 @@
 
 A deployment is a name that engines are started with (`headrace engine --deployment ID`); none is started here. It is CREATING until one of
 its engines has said what it serves, READY from then on, and READY without any where `maxReplicaCount` is 0. Guarantees: what is shown of
-engines is what they said themselves. Gives up: telling whether an engine that was killed is gone; it counts until another one starts
-under its name.
+engines is what they said themselves; one that was killed counts until it has been silent for `gateway.engine_silence_seconds`. Gives up:
+telling whether an engine is gone that never said it would say that it lives.
 """
 
 import uuid
