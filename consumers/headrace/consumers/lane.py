@@ -17,12 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.consumers.admission_pool import AdmissionPool
+from headrace.consumers.catalogue import problem_of
 from headrace.consumers.doomed_weights import WeightsDeleter
 from headrace.consumers.duplicates import DuplicateWindow
 from headrace.consumers.kl_references import KlReferences
 from headrace.consumers.lane_book import LaneBook
 from headrace.consumers.lane_clock import LaneClock
-from headrace.consumers.lane_commands import CommandHandler, problem_of
+from headrace.consumers.lane_commands import CommandHandler
 from headrace.consumers.lane_committer import LaneCommitter
 from headrace.consumers.lane_intake import MAX_PENDING, LaneIntake
 from headrace.consumers.lane_phase import LanePhase, move

@@ -5,12 +5,12 @@ model whose settings can't be trained here is created as `stopped`, with the rea
 """
 
 import logging
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 
 from aiokafka import ConsumerRecord
 from pydantic import BaseModel
 
+from headrace.consumers.catalogue import problem_of
 from headrace.consumers.dead_letters import dead_letter
 from headrace.consumers.doomed_weights import doom
 from headrace.consumers.duplicates import DuplicateWindow
@@ -19,14 +19,13 @@ from headrace.consumers.model_run import ModelRun
 from headrace.core.lanes import lane_of
 from headrace.core.model_views import incarnation_of
 from headrace.core.polling import UnreadableRecord
-from headrace.core.settings import BaseModelEntry, Settings
+from headrace.core.settings import Settings
 from headrace.schemas.commands import COMMANDS, CancelJob, CreateModel, DeleteCheckpoints, DeleteModel, PauseJob, ResumeJob, ResumeModel
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import JobState
 from headrace.schemas.reasons import DeadLetterReason, RejectionReason
 from headrace.schemas.state import ModelState
-from headrace.schemas.training import ModelSettings, row_length_problem
 
 logger = logging.getLogger(__name__)
 
@@ -184,17 +183,3 @@ class CommandHandler:
             run.rebasing = run.status_detail or "diverged"
         run.expire_lost = True
         run.set_status("active", None)
-
-
-def problem_of(settings: ModelSettings, catalogue: Mapping[str, BaseModelEntry]) -> str | None:
-    """Why settings can't be trained with this catalogue of base models; None if they can."""
-    entry = catalogue.get(settings.base_model)
-    if entry is None:
-        names = ", ".join(sorted(catalogue)) or "none: set base_models in the configuration"
-        return f"base model {settings.base_model!r} is not in this worker's catalogue, which has: {names}"
-    if settings.adaptation not in entry.trainable:
-        return f"base model {settings.base_model!r} may be trained as {' or '.join(entry.trainable)}, not as {settings.adaptation}"
-    if not Path(entry.path).is_dir():
-        return f"base model {settings.base_model!r}: {entry.path} is no folder on this worker"
-    # A job's config was merged over the model's since the settings were validated.
-    return row_length_problem(settings.train, settings.max_sequence_tokens)

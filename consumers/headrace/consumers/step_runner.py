@@ -20,12 +20,12 @@ from pathlib import Path
 from headrace.consumers.admission_pool import AdmissionPool
 from headrace.consumers.ahead import Begun, Following, NextPlan, StepAhead, same_step
 from headrace.consumers.attempts import Attempts
+from headrace.consumers.catalogue import problem_of
 from headrace.consumers.catch_up import CatchUp, ModelDivergedError, state_key
 from headrace.consumers.cut import Batch
 from headrace.consumers.evaluation_sets import EvaluationSetError
 from headrace.consumers.job_documents import evaluation_of, options_of, without_evaluation
 from headrace.consumers.kl_references import KlReferences, ReferenceMissingError
-from headrace.consumers.lane_commands import problem_of
 from headrace.consumers.model_run import ModelRun
 from headrace.consumers.rerun import StepReruns
 from headrace.consumers.step_files import store_for_deployment, store_snapshot, store_step
