@@ -37,6 +37,7 @@ _OWN = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 """The first n of eight bytes."""
 _SPACES = np.uint64(0x2020202020202020)
 _ZEROS = np.uint64(0x3030303030303030)
+_PAIRS = np.uint64(0x000000FF000000FF)
 _LOW, _HIGH = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
 
 
@@ -205,12 +206,14 @@ def _texts(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions, widt
 
 
 def _ids(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions) -> npt.NDArray[np.int32]:
-    texts = _texts(word, at, lengths, _ID_BYTES)
-    _need((lengths > 0).all() and ((texts - np.uint8(48) < 10).sum(axis=1) == lengths).all())
-    # Digits to the right, zeros before them.
-    shifted = texts.view("<u8")[:, 0] << (8 * (_ID_BYTES - lengths)).astype(np.uint64)
-    ones = (shifted & np.uint64(0x0F0F0F0F0F0F0F0F)).view(np.uint8).reshape(-1, _ID_BYTES)
-    return (ones @ (10 ** np.arange(_ID_BYTES - 1, -1, -1))).astype(np.int32)
+    texts = _texts(word, at, lengths, _ID_BYTES).view("<u8")[:, 0]
+    _need((lengths > 0).all() and not (texts & _HIGH).any() and (_digits(texts) == _OWN[lengths] & _LOW).all())
+    # Digits to the right, zeros before them; then pairs of digits, and two and two of those.
+    ones = (texts << (8 * (_ID_BYTES - lengths)).astype(np.uint64)) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    pairs = ones * np.uint64(10) + (ones >> np.uint64(8))
+    outer = (pairs & _PAIRS) * np.uint64(100 + (1_000_000 << 32))
+    inner = ((pairs >> np.uint64(16)) & _PAIRS) * np.uint64(1 + (10_000 << 32))
+    return ((outer + inner) >> np.uint64(32)).astype(np.int32)
 
 
 def _numbers(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions) -> npt.NDArray[np.float32]:
@@ -254,9 +257,7 @@ def _check_digits(word: npt.NDArray[np.uint64], at: Positions, lengths: Position
         own = _OWN[np.clip(lengths - 8 * i, 0, 8)]
         text = (word[at + 8 * i] & own) | (_SPACES & ~own)
         _need(not (text & _HIGH).any())
-        tens = text ^ _ZEROS
-        # 0 to 9 add up to less than 128 with 118.
-        digit = ~((tens + _LOW * np.uint64(118)) >> np.uint64(7)) & _LOW
+        digit = _digits(text)
         comma = _equal(text, ord(","))
         _need(((digit | comma) == own & _LOW).all())
         starts = (comma << np.uint64(8)) | begins
@@ -266,6 +267,11 @@ def _check_digits(word: npt.NDArray[np.uint64], at: Positions, lengths: Position
         begins = comma >> np.uint64(56)
         zero_begun = (starts & _equal(text, ord("0"))) >> np.uint64(56)
     _need(not np.any(begins))
+
+
+def _digits(text: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Which bytes, all below 128, are digits: 0 to 9 add up to less than 128 with 118."""
+    return ~(((text ^ _ZEROS) + _LOW * np.uint64(118)) >> np.uint64(7)) & _LOW
 
 
 def _equal(text: npt.NDArray[np.uint64], byte: int) -> npt.NDArray[np.uint64]:
