@@ -21,7 +21,7 @@ from headrace.engine.serve import EngineProcess
 from headrace.schemas.envelope import header_text, open_record, seal
 from headrace.schemas.state import ModelState
 from headrace.schemas.training import ModelSettings
-from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished, WeightsRef
+from headrace.schemas.weights import EngineAlive, WeightsApplied, WeightsFailed, WeightsPublished, WeightsRef
 
 SOON = 60.0
 BASE = "tiny"
@@ -119,7 +119,7 @@ class Acks:
                 record = await self._consumer.getone()
                 value = None
                 if record.value is not None:
-                    value = open_record(record.value, header_text(record.headers), (WeightsApplied, WeightsFailed))
+                    value = open_record(record.value, header_text(record.headers), (WeightsApplied, WeightsFailed, EngineAlive))
                 self.latest[record.key.decode()] = value  # type: ignore[assignment]  # one of both, or None
         return self.latest[key]
 
