@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _LIMIT = 4 << 20
 _POLL_RECORDS = 256
 _OWN_FETCH_BYTES = 1 << 20
-_FETCH_BYTES = 8 << 20
+_FETCH_BYTES = 4 << 20
 """As `LaneReader` asks for."""
 
 # A base model's folder without weights: what tokenizing needs. In a process of its own, since transformers would stay in this one's memory.

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_MS = 1000
 _STOP_SECONDS = 5.0
-_MAX_RECORDS = 256
+# More of either is slower: what was received and unpacked does not stay in the processor's cache until it is read.
+_MAX_RECORDS = 16
 _FETCH_BYTES = 4 << 20
-"""More is slower: what was received does not stay in the processor's cache until it is read."""
 
 
 class LaneReader:
