@@ -91,11 +91,12 @@ class ServedModels:
         self._models: dict[str, ServedModel] = {}
         self._moved = asyncio.Condition()
         self._ending = False
+        self._known = False
 
     @property
     def ready(self) -> bool:
         """Whether all models that there were at the start are known."""
-        return self._watch.caught_up.is_set()
+        return self._known
 
     def offers(self) -> list[Offer]:
         """What can be asked for by name without a download."""
@@ -139,6 +140,8 @@ class ServedModels:
                 if model_id not in self._models:
                     logger.info("serving model %s (%s/%s)", model_id, one.view.project, one.view.name)
                     self._models[model_id] = self._served(one)
+            self._known = True  # they are not acked yet, one after the other, but can be asked for
+            for model_id, one in followed.items():
                 await self._models[model_id].update(one)
             async with self._moved:
                 self._moved.notify_all()
