@@ -2,15 +2,19 @@
 
 import random
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from tests.consumers.tls_broker import tls_broker
 
 from headrace.consumers.swift_consumer import FrameProtocol, SwiftConsumer, intact
-from headrace.core.settings import Settings
+from headrace.core.kafka import client_options
+from headrace.core.settings import Settings, TopicSettings
+from headrace.core.topic_admin import apply
 
 COMPRESSIONS = (None, "gzip", "lz4", "zstd")
 
@@ -94,6 +98,28 @@ async def test_it_reads_on_over_a_new_connection_where_one_breaks(kafka: str, se
         await producer.send_and_wait(partition.topic, b"after", partition=0)
         assert [r.value for r in await read(consumer, partition, 1)] == [b"after"]
         assert not any(connection.connected() for connection in broken)
+
+
+async def test_it_reads_by_the_swift_way_where_the_broker_speaks_tls(tmp_path: Path) -> None:
+    """The transport under it is another one, and hands its bytes on in pieces of 16 KB."""
+    with tls_broker(tmp_path) as kafka:
+        found = Settings(kafka=kafka, topics=TopicSettings(prefix="tls.", partitions=1))
+        await apply(found)
+        partition = TopicPartition(found.topic_names.trajectory_groups, 0)
+        values = [bytes([i]) * 600_000 for i in range(12)]
+        async with AIOKafkaProducer(**client_options(kafka, "test"), max_request_size=1_000_000) as producer:
+            for value in values:
+                await producer.send_and_wait(partition.topic, value, partition=0)
+        async with SwiftConsumer(**client_options(kafka, "test"), enable_auto_commit=False, max_partition_fetch_bytes=8 << 20) as consumer:
+            at_beginning(consumer, partition)
+            assert [record.value for record in await read(consumer, partition, len(values))] == values
+            nodes = [c for (node, _), c in consumer._client._conns.items() if isinstance(node, int)]
+            assert nodes
+            assert all(isinstance(connection._writer.transport.get_protocol(), FrameProtocol) for connection in nodes)
+            for connection in nodes:
+                connection._writer.transport.abort()
+            at_beginning(consumer, partition)
+            assert [record.value for record in await read(consumer, partition, len(values))] == values
 
 
 def batch(values: list[bytes]) -> bytes:
