@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from aiokafka import AIOKafkaProducer, ConsumerRecord
 from aiokafka.errors import KafkaError
 from pydantic import BaseModel
-from tests.unreadable import UNREADABLE, send_batch, send_torn, send_unreadable
+from tests.unreadable import UNREADABLE, Headers, send_batch, send_torn, send_unreadable
 
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options
@@ -17,8 +17,6 @@ from headrace.schemas import topics
 from headrace.schemas.carried import CARRIED, topic_of
 from headrace.schemas.envelope import seal, type_of
 from headrace.schemas.keys import key_of
-
-Headers = list[tuple[str, bytes | None]]
 
 BODIES: dict[str, bytes | None] = {
     "tombstone": None,
@@ -91,8 +89,9 @@ async def _all_kinds(
     producer: AIOKafkaProducer, topic: str, partition: int, key: bytes | None, kinds: tuple[type[BaseModel], ...], *, tombstone: bool
 ) -> int:
     types = [type_of(kind).encode() for kind in kinds[:2]]
-    headers: list[Headers] = [*OTHER_HEADERS.values(), *([("ce_type", each)] for each in types)]
-    headers += [[("ce_type", each.removesuffix(b"1") + b"9")] for each in types]
+    named = [*types, *(each.removesuffix(b"1") + b"9" for each in types)]
+    headers: list[Headers] = [*OTHER_HEADERS.values()]
+    headers += [[("ce_type", each)] for each in named]
     bodies = {kind: body for kind, body in BODIES.items() if body is not None or tombstone}
     records: list[tuple[bytes | None, bytes | None, Headers]] = []
     for number, body in enumerate(bodies.values()):

@@ -1,5 +1,7 @@
 """Records that a broker takes and the Kafka client can't hand over: a header's name is no UTF-8, or bytes stand behind a gzip stream."""
 
+from collections.abc import Sequence
+
 from aiokafka import AIOKafkaProducer
 from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 
@@ -13,17 +15,17 @@ class NotText(str):
         return b"\xff\xfe"
 
 
-class _Torn(_DefaultRecordBatchBuilderPy):
+class _Torn(_DefaultRecordBatchBuilderPy):  # type: ignore[misc]  # aiokafka is untyped
     """A gzip stream with bytes behind it, which Java passes by and Python's gzip does not."""
 
     def _maybe_compress(self) -> bool:
-        compressed = super()._maybe_compress()
-        assert compressed
+        assert super()._maybe_compress()
         self._buffer += b"no gzip member"
-        return compressed
+        return True
 
 
-UNREADABLE = [(NotText("x"), b"")]
+Headers = list[tuple[str, bytes | None]]
+UNREADABLE: Headers = [(NotText("x"), b"")]
 """Headers of a record that is unreadable."""
 
 
@@ -41,7 +43,7 @@ async def send_batch(
     producer: AIOKafkaProducer,
     topic: str,
     partition: int,
-    records: list[tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]],
+    records: Sequence[tuple[bytes | None, bytes | None, Headers]],
     *,
     torn: bool = False,
     compression: int = 0,
