@@ -24,9 +24,9 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from benchmarks.groups import hosted_json
 from benchmarks.measuring import Comparison, Rates, Table
 
-from headrace.consumers.admission import AdmissionRequest, Admitted
-from headrace.consumers.admission_pool import AdmissionPool
-from headrace.consumers.lane_reader import LaneReader
+from headrace.consumers.intake.admission import AdmissionRequest, Admitted
+from headrace.consumers.intake.admission_pool import AdmissionPool
+from headrace.consumers.lanes.reader import LaneReader
 from headrace.core.kafka import client_options
 from headrace.core.local import LocalBroker
 from headrace.core.payloads import claim

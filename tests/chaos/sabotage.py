@@ -6,8 +6,8 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
-from headrace.consumers import lane_writer
-from headrace.consumers.outgoing import Outgoing
+from headrace.consumers.lanes import writer as lane_writer
+from headrace.consumers.memory.outgoing import Outgoing
 
 
 def transaction() -> None:

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from tests.core.ledgers import record, write
 
-from headrace.consumers.replay_changes import Asked, ChangeError
-from headrace.consumers.replay_distance import weights_distance
-from headrace.consumers.replay_start import NothingToReplayError, find_route
+from headrace.consumers.replay.changes import Asked, ChangeError
+from headrace.consumers.replay.distance import weights_distance
+from headrace.consumers.replay.start import NothingToReplayError, find_route
 from headrace.core.errors import HeadraceError
 from headrace.core.settings import KafkaSettings, Settings, StoreSettings, TopicSettings
 from headrace.core.step_range import StepRange

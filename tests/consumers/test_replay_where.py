@@ -3,7 +3,7 @@
 import pytest
 from tests.producers.conftest import make_group
 
-from headrace.consumers.replay_where import Where, WhereError
+from headrace.consumers.replay.where import Where, WhereError
 from headrace.schemas.codec import SampledGroup, sampled
 from headrace.schemas.trajectory import TrajectoryGroup
 

@@ -11,7 +11,7 @@ from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from tests.consumers.tls_broker import tls_broker
 
-from headrace.consumers.swift_consumer import FrameProtocol, SwiftConsumer, intact
+from headrace.consumers.lanes.swift_consumer import FrameProtocol, SwiftConsumer, intact
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings, TopicSettings
 from headrace.core.topic_admin import apply

@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.consumers.local_engine import LocalEngine
+from headrace.consumers.sampling.local_engine import LocalEngine
 from headrace.demo import base_model
 from headrace.demo.tasks import VaultTask
 from headrace.demo.vault import END, KEYS, SECRETS, draw_episode

@@ -14,7 +14,8 @@ def test_every_file_of_a_part_is_named_and_no_other(part: str):
     folder = ROOT / part / "headrace" / part
     heading = {"trainer": "The trainer, file by file", "consumers": "The worker, file by file"}[part]
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    assert set(re.findall(r"`(\w+\.py)`", section)) == {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if path.name != "__init__.py"}
+    assert set(re.findall(r"`([\w/]+\.py)`", section)) == files
 
 
 def test_every_file_of_the_gateway_is_named():

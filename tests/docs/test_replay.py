@@ -8,7 +8,7 @@ from typer.main import get_command
 
 from headrace.cli.app import app
 from headrace.cli.replay import app as replay_app
-from headrace.consumers.replay_where import FOLDERS, NUMBERS, TEXTS, Where
+from headrace.consumers.replay.where import FOLDERS, NUMBERS, TEXTS, Where
 
 PAGE = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
 

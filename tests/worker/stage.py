@@ -26,13 +26,13 @@ from pydantic import BaseModel
 from tests.worker.following import Following
 from tests.worker.learners import learner_settings
 
-from headrace.consumers.admission_pool import AdmissionPool
-from headrace.consumers.lane import Lane
-from headrace.consumers.lane_book import LaneBook
-from headrace.consumers.lane_writer import LaneWriter
-from headrace.consumers.model_run import ModelRun
-from headrace.consumers.outgoing import Outgoing
-from headrace.consumers.world import TrainerWorld
+from headrace.consumers.intake.admission_pool import AdmissionPool
+from headrace.consumers.lanes.lane import Lane
+from headrace.consumers.lanes.writer import LaneWriter
+from headrace.consumers.memory.book import LaneBook
+from headrace.consumers.memory.model_run import ModelRun
+from headrace.consumers.memory.outgoing import Outgoing
+from headrace.consumers.steps.world import TrainerWorld
 from headrace.core.commands import send_command
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
@@ -212,7 +212,7 @@ class Stage:
         made: list[Owner] = []
         one = Lane(lane, settings, store=self.store, pool=self.pool, world=self.world, wanted=lambda: made[0].wanted)
         made.append(Owner(one))
-        with mock.patch("headrace.consumers.lane.LaneWriter", partial(_StagedWriter, owner=made[0], script=script)):
+        with mock.patch("headrace.consumers.lanes.lane.LaneWriter", partial(_StagedWriter, owner=made[0], script=script)):
             made[0].task = asyncio.create_task(one.run())
             try:
                 yield made[0]

@@ -12,9 +12,9 @@ from tests.worker.groups import group
 from tests.worker.stage import Commit, Owner, Stage, offsets_of, until
 from tests.worker.test_cut import admit, members, run_of
 
-from headrace.consumers.cut import next_batch
-from headrace.consumers.foresight import foreseen
-from headrace.consumers.waiting import Waiting
+from headrace.consumers.memory.waiting import Waiting
+from headrace.consumers.steps.cut import next_batch
+from headrace.consumers.steps.foresight import foreseen
 from headrace.schemas.commands import DeleteModel
 from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.reasons import RejectionReason

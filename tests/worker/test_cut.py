@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace.consumers.cut import judge, next_batch, short_of_nodes
-from headrace.consumers.duplicates import DuplicateWindow
-from headrace.consumers.model_run import ModelRun
-from headrace.consumers.waiting import Waiting
+from headrace.consumers.memory.duplicates import DuplicateWindow
+from headrace.consumers.memory.model_run import ModelRun
+from headrace.consumers.memory.waiting import Waiting
+from headrace.consumers.steps.cut import judge, next_batch, short_of_nodes
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import ModelState

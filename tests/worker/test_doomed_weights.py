@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from tests.worker.learners import learner_settings
 
-from headrace.consumers.doomed_weights import WeightsDeleter, doom, due, is_doomed
-from headrace.consumers.duplicates import DuplicateWindow
-from headrace.consumers.kl_references import KlReferences, ReferencedStep, ReferenceMissingError
-from headrace.consumers.model_run import ModelRun
+from headrace.consumers.memory.duplicates import DuplicateWindow
+from headrace.consumers.memory.model_run import ModelRun
+from headrace.consumers.steps.doomed_weights import WeightsDeleter, doom, due, is_doomed
+from headrace.consumers.steps.kl_references import KlReferences, ReferencedStep, ReferenceMissingError
 from headrace.core.settings import S3Settings
 from headrace.core.store import ObjectStore, open_store
 from headrace.schemas.state import ModelState

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from headrace.consumers.balancer import Balancer
-from headrace.consumers.lane_writer import FencedError, LaneWriter, OutcomeUnknownError
-from headrace.consumers.outgoing import Outgoing, outgoing
-from headrace.consumers.recover import PartitionCountError, read_states
+from headrace.consumers.lanes.balancer import Balancer
+from headrace.consumers.lanes.recover import PartitionCountError, read_states
+from headrace.consumers.lanes.writer import FencedError, LaneWriter, OutcomeUnknownError
+from headrace.consumers.memory.outgoing import Outgoing, outgoing
 from headrace.core.kafka import client_options
 from headrace.core.reading import read_to_end
 from headrace.core.settings import Settings

@@ -5,9 +5,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from tests.worker.test_cut import group, run_of
 
-from headrace.consumers.expiry import expired, timed_out
-from headrace.consumers.model_run import ModelRun
-from headrace.consumers.waiting import Waiting
+from headrace.consumers.lanes.expiry import expired, timed_out
+from headrace.consumers.memory.model_run import ModelRun
+from headrace.consumers.memory.waiting import Waiting
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import OpenJob

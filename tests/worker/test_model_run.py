@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from tests.worker.test_cut import admit, group, run_of
 
-from headrace.consumers.duplicates import DuplicateWindow
-from headrace.consumers.lane_phase import ALLOWED, LanePhase, move
-from headrace.consumers.model_run import ModelRun
-from headrace.consumers.waiting import Waiting
+from headrace.consumers.lanes.phase import ALLOWED, LanePhase, move
+from headrace.consumers.memory.duplicates import DuplicateWindow
+from headrace.consumers.memory.model_run import ModelRun
+from headrace.consumers.memory.waiting import Waiting
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import OpenJob

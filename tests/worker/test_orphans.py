@@ -10,10 +10,10 @@ import pytest
 from tests.core.ledgers import record, write
 from tests.worker.stored_steps import folders, put_folder, state_of
 
-from headrace.consumers.attempts import Attempts
-from headrace.consumers.lane_writer import FencedError, LaneWriter
-from headrace.consumers.orphans import OrphanCollector, Owned
-from headrace.consumers.outgoing import outgoing
+from headrace.consumers.lanes.writer import FencedError, LaneWriter
+from headrace.consumers.memory.outgoing import outgoing
+from headrace.consumers.steps.attempts import Attempts
+from headrace.consumers.steps.orphans import OrphanCollector, Owned
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
 from headrace.core.settings import KafkaSettings, Settings, TopicSettings, WorkerSettings

@@ -16,7 +16,7 @@ from tests.cli.conftest import headrace as headrace  # noqa: PLC0414 - a fixture
 from tests.worker.conftest import WorkerProcess, environment_of, following, learner, settings_of
 from tests.worker.groups import group
 
-from headrace.consumers.replay_start import find_route
+from headrace.consumers.replay.start import find_route
 from headrace.core.kafka import client_options
 from headrace.core.ledger import read_ledger
 from headrace.core.models import get_model, model_id_of

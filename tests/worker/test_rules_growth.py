@@ -8,13 +8,13 @@ from tests.core.ledgers import record
 from tests.worker.stage import Stage
 from tests.worker.test_cut import group, run_of
 
-from headrace.consumers.duplicates import LISTED, DuplicateWindow
-from headrace.consumers.lane_intake import MAX_PENDING
-from headrace.consumers.lane_writer import LaneWriter
-from headrace.consumers.model_run import ModelRun
-from headrace.consumers.state_bounds import pending_room
-from headrace.consumers.transaction import CommittedStep, build
-from headrace.consumers.waiting import Waiting
+from headrace.consumers.lanes.intake import MAX_PENDING
+from headrace.consumers.lanes.writer import LaneWriter
+from headrace.consumers.memory.duplicates import LISTED, DuplicateWindow
+from headrace.consumers.memory.model_run import ModelRun
+from headrace.consumers.memory.state_bounds import pending_room
+from headrace.consumers.memory.transaction import CommittedStep, build
+from headrace.consumers.memory.waiting import Waiting
 from headrace.core.kafka import client_options
 from headrace.core.reading import read_to_end
 from headrace.schemas.events import StepCompleted

@@ -20,11 +20,11 @@ from tests.worker.test_cut import members, sequence
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
-from headrace.consumers.cut import judge
-from headrace.consumers.lane_book import LaneBook
-from headrace.consumers.lane_commands import CommandHandler
-from headrace.consumers.recover import GroupsTopicChangedError, read_states
-from headrace.consumers.weight_feed import WeightFeed
+from headrace.consumers.lanes.commands import CommandHandler
+from headrace.consumers.lanes.recover import GroupsTopicChangedError, read_states
+from headrace.consumers.memory.book import LaneBook
+from headrace.consumers.steps.cut import judge
+from headrace.consumers.weights.feed import WeightFeed
 from headrace.core.errors import HeadraceError
 from headrace.core.jobs import ask
 from headrace.core.kafka import client_options

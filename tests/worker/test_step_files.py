@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from tests.worker.test_cut import members, run_of
 
-from headrace.consumers.cut import Batch
-from headrace.consumers.step_files import load_duplicates, store_step
-from headrace.consumers.step_report import build_report
-from headrace.consumers.waiting import Waiting
+from headrace.consumers.memory.waiting import Waiting
+from headrace.consumers.steps.cut import Batch
+from headrace.consumers.steps.files import load_duplicates, store_step
+from headrace.consumers.steps.report import build_report
 from headrace.core.reports import read_report, read_rows
 from headrace.core.store import ObjectStore, StoreError
 from headrace.schemas.events import GroupRejected, TrajectoryRejected

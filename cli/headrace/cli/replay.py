@@ -12,7 +12,7 @@ from headrace.cli.replay_groups import groups
 
 if TYPE_CHECKING:
     from headrace.cli.replay_output import Output
-    from headrace.consumers.replay_session import Outcome, Question
+    from headrace.consumers.replay.session import Outcome, Question
     from headrace.core.settings import Settings
 
 app = typer.Typer(help="Run committed steps again: to the same bits, or as a fork.", invoke_without_command=True)
@@ -39,9 +39,9 @@ def replay(  # noqa: PLR0917 - typer passes them by name
     if context.invoked_subcommand is not None:
         return
     from headrace.cli.replay_output import Output  # noqa: PLC0415  (`headrace --help` does not wait for it)
-    from headrace.consumers.replay_changes import Asked  # noqa: PLC0415
-    from headrace.consumers.replay_session import Question  # noqa: PLC0415
-    from headrace.consumers.rerun import CannotRerunError  # noqa: PLC0415
+    from headrace.consumers.replay.changes import Asked  # noqa: PLC0415
+    from headrace.consumers.replay.session import Question  # noqa: PLC0415
+    from headrace.consumers.steps.rerun import CannotRerunError  # noqa: PLC0415
     from headrace.core.settings import Settings  # noqa: PLC0415
     from headrace.core.step_range import StepRange  # noqa: PLC0415
 
@@ -71,6 +71,6 @@ def replay(  # noqa: PLR0917 - typer passes them by name
 
 
 async def _answer(settings: "Settings", question: "Question", output: "Output") -> "Outcome":
-    from headrace.consumers.replay_session import answer  # noqa: PLC0415 - as above
+    from headrace.consumers.replay.session import answer  # noqa: PLC0415 - as above
 
     return await answer(settings, question, opened=output.opened, ran=output.ran)

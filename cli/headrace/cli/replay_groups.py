@@ -11,8 +11,8 @@ import typer
 from headrace.cli.model_names import Project, model_id
 
 if TYPE_CHECKING:
-    from headrace.consumers.replay_copy import Copied
-    from headrace.consumers.replay_groups import Unusable
+    from headrace.consumers.replay.copy import Copied
+    from headrace.consumers.replay.groups import Unusable
 
 
 def groups(  # noqa: PLR0917 - typer passes them by name
@@ -29,9 +29,9 @@ def groups(  # noqa: PLR0917 - typer passes them by name
     ] = None,
 ) -> None:
     """Copy raw groups out. What can't be read is named and left out; the exit code is then 1."""
-    from headrace.consumers.replay_copy import copy_groups, trained_offsets  # noqa: PLC0415  (`headrace --help` does not wait for it)
-    from headrace.consumers.replay_groups import Selection  # noqa: PLC0415
-    from headrace.consumers.replay_where import Where  # noqa: PLC0415
+    from headrace.consumers.replay.copy import copy_groups, trained_offsets  # noqa: PLC0415  (`headrace --help` does not wait for it)
+    from headrace.consumers.replay.groups import Selection  # noqa: PLC0415
+    from headrace.consumers.replay.where import Where  # noqa: PLC0415
     from headrace.core.models import get_model  # noqa: PLC0415
     from headrace.core.settings import Settings  # noqa: PLC0415
     from headrace.core.step_range import StepRange  # noqa: PLC0415

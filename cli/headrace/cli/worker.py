@@ -30,7 +30,7 @@ def worker(
     if launcher is not None and ranks is not None:
         raise typer.BadParameter(f"--ranks {ranks} under a launcher, which has started {launcher[0]} ranks: leave --ranks out")
     if launcher is not None and launcher[1].rank > 0:
-        from headrace.consumers.world import world_settings  # noqa: PLC0415 - heavy
+        from headrace.consumers.steps.world import world_settings  # noqa: PLC0415 - heavy
 
         serve(world_settings(settings, launcher[0]), launcher[1])
         return

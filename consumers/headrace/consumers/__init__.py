@@ -7,22 +7,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.consumers.adapters import CallableAdapter, LocalEngineAdapter, WeightAdapter
     from headrace.consumers.events import Events
-    from headrace.consumers.generation import Generation
-    from headrace.consumers.local_engine import LocalEngine
-    from headrace.consumers.weight_subscriber import WeightSubscriber
+    from headrace.consumers.sampling.generation import Generation
+    from headrace.consumers.sampling.local_engine import LocalEngine
+    from headrace.consumers.weights.adapters import CallableAdapter, LocalEngineAdapter, WeightAdapter
+    from headrace.consumers.weights.subscriber import WeightSubscriber
 
 __all__ = ["CallableAdapter", "Events", "Generation", "LocalEngine", "LocalEngineAdapter", "WeightAdapter", "WeightSubscriber"]
 
 _MODULES = {
-    "CallableAdapter": "adapters",
+    "CallableAdapter": "weights.adapters",
     "Events": "events",
-    "Generation": "generation",
-    "LocalEngine": "local_engine",
-    "LocalEngineAdapter": "adapters",
-    "WeightAdapter": "adapters",
-    "WeightSubscriber": "weight_subscriber",
+    "Generation": "sampling.generation",
+    "LocalEngine": "sampling.local_engine",
+    "LocalEngineAdapter": "weights.adapters",
+    "WeightAdapter": "weights.adapters",
+    "WeightSubscriber": "weights.subscriber",
 }
 
 

@@ -10,11 +10,11 @@ import logging
 import signal
 from functools import partial
 
-from headrace.consumers.admission_pool import AdmissionPool
-from headrace.consumers.balancer import Balancer
-from headrace.consumers.lane import Lane
+from headrace.consumers.intake.admission_pool import AdmissionPool
+from headrace.consumers.lanes.balancer import Balancer
+from headrace.consumers.lanes.lane import Lane
+from headrace.consumers.steps.world import TrainerWorld, WorldLostError, base_source
 from headrace.consumers.work_folder import WorkFolder
-from headrace.consumers.world import TrainerWorld, WorldLostError, base_source
 from headrace.core.durability import durability
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options

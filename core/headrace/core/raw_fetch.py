@@ -2,7 +2,7 @@
 
 A broker checks a record's lengths, and takes any bytes as the name of a header, and whatever stands behind the end of a gzip stream.
 aiokafka raises on both, at each attempt, with all that it had unpacked in that call lost. This module reaches into its internals for that
-reason, as `consumers/swift_consumer.py` does for speed; `polling` uses it where a poll has failed, so it costs nothing before.
+reason, as `consumers/lanes/swift_consumer.py` does for speed; `polling` uses it where a poll has failed, so it costs nothing before.
 
 Guarantees: isolation, limits and offsets are the consumer's own; a header's name that is no text costs its record, a batch that can't be
 decompressed costs its records, and nothing else. A batch with a wrong checksum raises: that is nobody's record, but a broken disk or

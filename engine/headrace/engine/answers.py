@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace.consumers.decoding import Alternatives
-from headrace.consumers.sampled_row import RowPiece
-from headrace.consumers.served_model import Policy
+from headrace.consumers.sampling.decoding import Alternatives
+from headrace.consumers.sampling.sampled_row import RowPiece
+from headrace.consumers.serving.served_model import Policy
 from headrace.engine.requests import ChatRequest, CompletionRequest
 from headrace.engine.tool_calls import ToolCallStream, parse_tool_calls
 from headrace.schemas.chat import ToolCall

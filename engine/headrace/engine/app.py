@@ -15,11 +15,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from headrace.consumers.batching import Batcher, SampleJob, SamplingError
-from headrace.consumers.policy_engine import PolicyEngine
-from headrace.consumers.sampled_row import RowPiece
-from headrace.consumers.served_model import Policy
-from headrace.consumers.served_models import ServedModels
+from headrace.consumers.sampling.batching import Batcher, SampleJob, SamplingError
+from headrace.consumers.sampling.policy_engine import PolicyEngine
+from headrace.consumers.sampling.sampled_row import RowPiece
+from headrace.consumers.serving.served_model import Policy
+from headrace.consumers.serving.served_models import ServedModels
 from headrace.engine.answers import ChatAnswer, CompletionAnswer
 from headrace.engine.errors import ApiError, error_body, install_errors
 from headrace.engine.requests import ChatRequest, read_chat, read_completion

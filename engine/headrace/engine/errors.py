@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from headrace.consumers.batching import EngineBusyError, SamplingError
-from headrace.consumers.served_model import NoSuchPolicyError, PolicyNotReadyError
+from headrace.consumers.sampling.batching import EngineBusyError, SamplingError
+from headrace.consumers.serving.served_model import NoSuchPolicyError, PolicyNotReadyError
 from headrace.schemas.errors import CodecError
 from headrace.trainer.chat_text import ChatTextError
 

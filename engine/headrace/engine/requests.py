@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from headrace.consumers.drawing import RowDraw
-from headrace.consumers.model_facts import ModelFacts
-from headrace.consumers.sampled_row import RowRequest
+from headrace.consumers.sampling.drawing import RowDraw
+from headrace.consumers.sampling.model_facts import ModelFacts
+from headrace.consumers.sampling.sampled_row import RowRequest
 from headrace.engine.errors import ApiError
 from headrace.schemas.base import Open
 from headrace.schemas.chat import Message, Tool

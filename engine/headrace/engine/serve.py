@@ -14,10 +14,10 @@ from collections.abc import Generator
 
 import uvicorn
 
-from headrace.consumers.batching import Batcher
-from headrace.consumers.model_watch import ModelWatch
-from headrace.consumers.policy_engine import PolicyEngine
-from headrace.consumers.served_models import EngineIdentity, ServedModels
+from headrace.consumers.sampling.batching import Batcher
+from headrace.consumers.sampling.policy_engine import PolicyEngine
+from headrace.consumers.serving.model_watch import ModelWatch
+from headrace.consumers.serving.served_models import EngineIdentity, ServedModels
 from headrace.core.settings import Settings
 from headrace.engine.app import engine_app
 from headrace.engine.options import EngineOptions, base_model_entry

@@ -8,7 +8,7 @@ import json
 import re
 import uuid
 
-from headrace.consumers.text_stream import beginning_of
+from headrace.consumers.sampling.text_stream import beginning_of
 from headrace.schemas.chat import ToolCall, ToolCallFunction
 
 _OPEN = "<tool_call>"

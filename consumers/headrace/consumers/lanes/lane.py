@@ -1,0 +1,290 @@
+"""A lane on this worker: claim it, serve it, and give it up.
+
+Claiming is, in this order: start the transactional producer, which fences the former owner; read the lane's `models` to the end
+that was written; put pending groups back into their buckets, each by its offset; then read on where the lane stood (design section 4,
+exactly-once rules 1 to 8). Serving is six tasks on one event loop: reading, training, reporting what no step carries, the clock,
+collecting what lost attempts left in the store, and deleting weights that clients deleted. After anything but a clean commit, all memory is
+void and the lane is claimed again, if the group still gives it to us.
+
+Guarantees: what this lane commits, it commits as the owner; a lost lane's running step is cancelled; what a claim reads does not grow with
+the log; where retention took what was needed, the models that it concerns stop and say which offsets. A lane that is given up in order
+leaves snapshots behind. Gives up: steps of one lane side by side.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.consumers.intake.admission_pool import AdmissionPool
+from headrace.consumers.lanes.clock import LaneClock
+from headrace.consumers.lanes.commands import CommandHandler
+from headrace.consumers.lanes.committer import LaneCommitter
+from headrace.consumers.lanes.intake import MAX_PENDING, LaneIntake
+from headrace.consumers.lanes.pending import recover_pending
+from headrace.consumers.lanes.phase import LanePhase, move
+from headrace.consumers.lanes.reader import LaneReader
+from headrace.consumers.lanes.recover import LaneMemory, read_states
+from headrace.consumers.lanes.training import LaneTraining
+from headrace.consumers.lanes.writer import FencedError, LaneWriter, OutcomeUnknownError
+from headrace.consumers.memory.book import LaneBook
+from headrace.consumers.memory.duplicates import DuplicateWindow
+from headrace.consumers.memory.model_run import ModelRun
+from headrace.consumers.memory.transaction import TakenSnapshot
+from headrace.consumers.steps.catalogue import problem_of
+from headrace.consumers.steps.doomed_weights import WeightsDeleter
+from headrace.consumers.steps.files import load_duplicates
+from headrace.consumers.steps.kl_references import KlReferences
+from headrace.consumers.steps.orphans import OrphanCollector, Owned
+from headrace.consumers.steps.runner import StepRunner
+from headrace.consumers.steps.snapshots import SnapshotKeeper
+from headrace.consumers.steps.world import TrainerWorld
+from headrace.core.deadline import deadline
+from headrace.core.errors import HeadraceError
+from headrace.core.kafka import client_options
+from headrace.core.reading import OffsetLostError
+from headrace.core.settings import Settings
+from headrace.core.store import ObjectStore
+from headrace.core.topic_admin import retention_ms
+from headrace.schemas.state import ModelState
+from headrace.trainer.rank_main import nodes_of_launcher
+
+logger = logging.getLogger(__name__)
+
+
+_HAND_OVER_SECONDS = 1.0
+
+
+class UnfitWorkerError(HeadraceError):
+    """This worker's configuration does not fit a model that is trained already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Serving:
+    """What one ownership of the lane works with."""
+
+    book: LaneBook
+    reader: LaneReader
+    committer: LaneCommitter
+    commands: CommandHandler
+    intake: LaneIntake
+    training: LaneTraining
+    clock: LaneClock
+
+
+class Lane:
+    """One lane.
+
+    Args:
+        lane: Partition number.
+        settings: All settings.
+        store: Object store.
+        pool: Tokenizing process.
+        world: The device.
+        wanted: Whether the group still gives us this lane.
+    """
+
+    def __init__(
+        self,
+        lane: int,
+        settings: Settings,
+        *,
+        store: ObjectStore,
+        pool: AdmissionPool,
+        world: TrainerWorld,
+        wanted: Callable[[], bool],
+    ) -> None:
+        self.lane = lane
+        self.phase = LanePhase.CLAIMING
+        self._settings = settings
+        self._topics = settings.topic_names
+        self._options = client_options(settings.kafka, f"headrace-lane-{lane}")
+        self._store = store
+        self._pool = pool
+        self._world = world
+        self._wanted = wanted
+        references = settings.worker.work_dir.absolute() / f"references-{lane}"
+        kl = KlReferences(self._options, self._topics.steps, lane, store, references)
+        self._steps = StepRunner(settings, store, world, lane, pool=pool, references=kl)
+        self._orphans = OrphanCollector(settings, store, lane)
+        self._leaving = asyncio.Event()
+        self._last: LaneBook | None = None
+
+    def leave(self) -> None:
+        """Give the lane up in order: the step that runs may end, snapshots are stored; `run` returns then."""
+        self._leaving.set()
+
+    async def run(self) -> None:
+        """Own the lane until it is lost or left, or the task is cancelled."""
+        try:
+            while self._wanted() and not self._leaving.is_set():
+                try:
+                    await self._own()
+                except* (FencedError, OutcomeUnknownError, OffsetLostError) as errors:
+                    logger.warning("lane %d: %s; what happened is read after fencing", self.lane, errors.exceptions[0])
+                    self.phase = move(self.phase, LanePhase.FENCED)
+                if self._leaving.is_set():
+                    break
+                # A member that was cut off learns by its next heartbeat that the lane is another's. Claiming before that would fence the
+                # rightful owner, which would claim again, and so on for ever (rule 3).
+                await asyncio.sleep(2 * self._settings.worker.heartbeat_interval_ms / 1000)
+                if self.phase is LanePhase.FENCED:
+                    self.phase = move(self.phase, LanePhase.CLAIMING)
+        finally:
+            self.phase = LanePhase.RELEASED
+            if self._last is not None:
+                self._world.forget(self._last.runs.keys())
+            logger.info("lane %d is released", self.lane)
+
+    async def _own(self) -> None:
+        writer = LaneWriter(self._settings, self.lane, self._options)
+        reader = LaneReader(self._options, self._topics, self.lane, self._settings.groups_topic)
+        try:
+            await writer.start()
+            memory = await read_states(self._options, self._topics, self.lane, self._settings.groups_topic)
+            book = self._last = await self._book(memory)
+            serving = await self._ready(book, writer, reader)
+            self.phase = move(self.phase, LanePhase.SERVING)
+            logger.info("lane %d is ours: %d models, from offset %d", self.lane, len(book.runs), book.position)
+            try:
+                await self._serve(serving)
+            except asyncio.CancelledError:
+                await self._hand_over(serving)
+                raise
+        finally:
+            await asyncio.shield(asyncio.gather(writer.stop(), reader.stop(), return_exceptions=True))
+
+    async def _book(self, memory: LaneMemory) -> LaneBook:
+        lane = memory.lane.model_copy(update={"nodes": nodes_of_launcher()})
+        book = LaneBook(state=lane, position=memory.lane.scanned, ledger_end=memory.ledger_end, unclean=not memory.lane.clean)
+        for model_id, state in memory.models.items():
+            if state.status == "active" and (problem := problem_of(state.settings, self._settings.base_models)) is not None:
+                # Its groups must not be refused because one worker is set up wrongly: nothing of the lane is touched.
+                raise UnfitWorkerError(f"model {state.name} ({model_id}) can't be trained by this worker: {problem}")
+            stored = b""
+            if state.snapshot is not None and state.status != "deleted":
+                stored = await load_duplicates(self._store, state.snapshot)
+            window = DuplicateWindow(self._settings.worker.duplicate_window, stored, state.window_since)
+            book.runs[model_id] = ModelRun.of(state, window, self.lane)
+        return book
+
+    async def _ready(self, book: LaneBook, writer: LaneWriter, reader: LaneReader) -> _Serving:
+        worker = self._settings.worker
+        source = f"headrace/worker/{worker.group}/lane/{self.lane}"
+        committer = LaneCommitter(book, writer, self._topics, source)
+        commands = CommandHandler(self._settings, book)
+        intake = LaneIntake(self._settings, book, reader, commands, self._pool)
+        keeper = SnapshotKeeper(self._store, worker.keep_snapshots)
+        retention = await retention_ms(self._options, self._settings.groups_topic)
+        serving = _Serving(
+            book=book,
+            reader=reader,
+            committer=committer,
+            commands=commands,
+            intake=intake,
+            training=LaneTraining(book, committer, self._steps, keeper, worker.max_step_attempts),
+            clock=LaneClock(worker, book, committer, retention),
+        )
+        first = await reader.start(book.position, book.state.commands_through)
+        if first > book.position:
+            self._records_lost(book, first)
+        await self._recover_pending(serving)
+        return serving
+
+    def _records_lost(self, book: LaneBook, first: int) -> None:
+        """Retention took records that nobody has read: whose they were is not known, so every model of the lane stops (rule 7)."""
+        detail = (
+            f"{self._settings.groups_topic} partition {self.lane}: offsets {book.position} to {first - 1} were deleted by retention before "
+            "they were read; groups of this model may be among them. `headrace models resume` goes on without them"
+        )
+        book.position = first
+        for run in book.runs.values():
+            if run.status == "active":
+                logger.error("%s stops: %s", run.state.name, detail)
+                run.set_status("stopped", detail)
+        book.note_news()
+
+    async def _recover_pending(self, serving: _Serving) -> None:
+        for run in serving.book.runs.values():
+            if run.recovering and run.status == "active":
+                await recover_pending(self._options, self._settings.groups_topic, run, serving.intake)
+                serving.book.note_news()
+
+    async def _serve(self, serving: _Serving) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            training = tasks.create_task(serving.training.run())
+            others = [
+                tasks.create_task(self._read(serving)),
+                tasks.create_task(serving.clock.report()),
+                tasks.create_task(serving.clock.tick()),
+                tasks.create_task(self._collect_orphans(serving)),
+                tasks.create_task(WeightsDeleter(self._store).run(serving.book.runs.values)),
+            ]
+            tasks.create_task(self._leave(serving, training, others))
+
+    async def _collect_orphans(self, serving: _Serving) -> None:
+        def states() -> dict[str, ModelState]:
+            return {model_id: run.state for model_id, run in serving.book.runs.items()}
+
+        async def owned() -> Owned:
+            await serving.committer.commit()
+            return Owned(states=states(), running=self._steps.attempts.recent)
+
+        await self._orphans.run(states, owned)
+
+    async def _leave(self, serving: _Serving, training: asyncio.Task[None], others: list[asyncio.Task[None]]) -> None:
+        """Wait until the lane is to be given up in order, and do that."""
+        await self._leaving.wait()
+        serving.training.leave()
+        await asyncio.wait({training}, timeout=self._settings.worker.release_seconds)
+        await serving.committer.quiet()
+        for task in (training, *others):
+            task.cancel()
+        await asyncio.wait({training, *others})
+        try:
+            async with deadline(max(1.0, self._settings.worker.release_seconds)):
+                await self._farewell(serving)
+        except (HeadraceError, TimeoutError) as error:
+            logger.warning("lane %d is given up without its snapshots: %s", self.lane, error)
+
+    async def _farewell(self, serving: _Serving) -> None:
+        snapshots: dict[str, TakenSnapshot] = {}
+        for model_id, run in serving.book.runs.items():
+            if run.status == "active" and (taken := await self._steps.save(run)) is not None:
+                snapshots[model_id] = taken
+        _acquit(serving.book)
+        await serving.committer.commit(snapshots=snapshots, clean=True)
+
+    async def _hand_over(self, serving: _Serving) -> None:
+        """Say that the lane was given up in order, if nobody has taken it over yet; one who has, has fenced this commit."""
+        _acquit(serving.book)
+        try:
+            async with deadline(_HAND_OVER_SECONDS):
+                await serving.committer.commit(clean=True)
+        except (FencedError, OutcomeUnknownError, TimeoutError) as error:
+            logger.info("lane %d has another owner already: %s", self.lane, error)
+
+    async def _read(self, serving: _Serving) -> None:
+        book, reader = serving.book, serving.reader
+        while True:
+            reader.hold_groups(hold=serving.training.stepping and self._full(book))
+            new_commands, groups = await reader.read()
+            if new_commands:
+                serving.commands.apply(new_commands)
+                await self._recover_pending(serving)
+            if groups:
+                await serving.intake.take(groups)
+            book.position = max(book.position, await reader.position())
+
+    def _full(self, book: LaneBook) -> bool:
+        """Whether enough waits for now. Asked only while a step runs: without one, what completes a bucket may be the next record."""
+        waiting = sum(len(run.waiting) for run in book.runs.values())
+        return waiting > MAX_PENDING // 2 or book.waiting_bytes > self._settings.worker.read_ahead_bytes
+
+
+def _acquit(book: LaneBook) -> None:
+    """No batch has ended this worker: none is under suspicion (rule 10)."""
+    for run in book.runs.values():
+        if run.intent is not None and run.intent.attempts:
+            run.intent = run.intent.model_copy(update={"attempts": 0})
+            run.touch()

@@ -1,0 +1,288 @@
+"""The lane's steps, one after another: the complete batch that has waited longest, its intent, its step, its commit.
+
+Guarantees: what a clock decided, and a batch that may have ended the worker before, is an intent in the log before its step runs
+(exactly-once rules 9 and 10); a step whose job or model was given up meanwhile is not committed; a model whose state can't be had again is
+stopped as diverged, and the others go on. Gives up: steps of one lane side by side.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Literal
+
+from headrace.consumers.lanes.committer import LaneCommitter
+from headrace.consumers.memory.book import LaneBook, RunningStep
+from headrace.consumers.memory.model_run import ModelRun
+from headrace.consumers.memory.transaction import CommittedStep
+from headrace.consumers.steps.ahead import Following
+from headrace.consumers.steps.catch_up import ModelDivergedError
+from headrace.consumers.steps.cut import Batch, next_batch, short_of_nodes
+from headrace.consumers.steps.foresight import foreseen
+from headrace.consumers.steps.runner import BatchGivenUpError, CannotBeginError, StepRunner, finish_job
+from headrace.consumers.steps.snapshots import SnapshotKeeper
+from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError
+from headrace.schemas.jobs import JobState
+from headrace.schemas.reasons import RejectionReason
+from headrace.schemas.state import Intent
+from headrace.trainer.rank import RankDiedError, StepFailedError, cause_of
+
+logger = logging.getLogger(__name__)
+
+
+class LaneTraining:
+    """Trains what the lane's buckets hold.
+
+    Args:
+        book: The lane's memory.
+        committer: Commits it.
+        steps: Runs steps.
+        keeper: Deletes old snapshots.
+        max_attempts: `worker.max_step_attempts`.
+    """
+
+    def __init__(self, book: LaneBook, committer: LaneCommitter, steps: StepRunner, keeper: SnapshotKeeper, max_attempts: int) -> None:
+        self._book = book
+        self._committer = committer
+        self._steps = steps
+        self._keeper = keeper
+        self._max_attempts = max_attempts
+        self._proven: set[str] = set()
+        self._deleting: set[asyncio.Task[None]] = set()
+        self.leaving = False
+        """No step is begun any more."""
+        self.stepping = False
+        """Whether a step runs."""
+
+    async def run(self) -> None:
+        """Train until the lane leaves, or the task is cancelled."""
+        try:
+            while not self.leaving:
+                await self._book.changed.wait()
+                self._book.changed.clear()
+                while (found := self._next()) is not None:
+                    self.stepping = True
+                    run, batch = found
+                    if batch is not None:
+                        await self._step(run, batch)
+                    elif run.settling:
+                        await self._settle(run)
+                    else:
+                        await self._begin_anew(run)
+                    self.stepping = False
+                self._steps.ahead.drop()  # a command took it away
+                self._book.note_unreported()  # the cut may have refused groups
+        finally:
+            self._steps.ahead.drop()
+            for task in self._deleting:
+                task.cancel()
+
+    def leave(self) -> None:
+        """Begin no step any more; `run` returns after the one that runs, and the one that was begun ahead of its commit."""
+        self.leaving = True
+        self._book.changed.set()
+
+    def _next(self) -> tuple[ModelRun, Batch | None] | None:
+        """A model that begins anew, else the complete batch that has waited longest, of all models, else a model that lacks a snapshot.
+
+        Once the lane leaves, only the step that was begun ahead: the device is past the committed state, and a snapshot of that is to be
+        left behind.
+        """
+        runs, nodes = list(self._book.runs.values()), self._book.state.nodes
+        if self.leaving:
+            runs = [run for run in runs if run.state.model_id == self._steps.ahead.model_id]
+        for run in runs:
+            if _begins_anew(run):
+                return run, None
+        ready = [(run, batch) for run in runs if (batch := next_batch(run, nodes)) is not None]
+        self._note_short_of_nodes(nodes)
+        if ready:
+            return min(ready, key=lambda pair: pair[1].completed_at)
+        return next(((run, None) for run in runs if run.settling), None)
+
+    def _following(self, run: ModelRun, batch: Batch) -> Batch | None:
+        """What comes after the batch, if it is committed: the model's own next one, where none of another model waits for longer."""
+        nodes = self._book.state.nodes
+        if self.leaving or (own := foreseen(run, batch, nodes)) is None:
+            return None
+        others = [other for other in self._book.runs.values() if other is not run]
+        if any(_begins_anew(other) for other in others):
+            return None
+        waiting = [found for other in others if (found := next_batch(other, nodes)) is not None]
+        return own if all(own.completed_at < found.completed_at for found in waiting) else None
+
+    def _note_short_of_nodes(self, nodes: int) -> None:
+        for run in self._book.runs.values():
+            for job_id, needed in short_of_nodes(run, nodes).items():
+                machines = f"it needs {needed} nodes, and the worker that owns lane {self._book.state.lane} has {nodes}"
+                run.note_waiting(job_id, f"{machines}: it is trained when one with as many owns the lane (a launcher across machines)")
+
+    async def _step(self, run: ModelRun, batch: Batch) -> None:
+        suspect = self._book.unclean and run.state.model_id not in self._proven
+        try:
+            # A batch under suspicion is counted when the device is its own: while it waits, another's may end the worker.
+            async with self._steps.turn() if suspect else nullcontext():
+                if not await self._begin(run, batch, suspect=suspect):
+                    return
+                # Under suspicion, a step that ends the worker must be known to be the one whose intent is in the log.
+                following = Following() if suspect else Following(now=partial(self._following, run, batch), changed=self._book.changed)
+                step = await self._running(run, batch, following)
+        except BatchGivenUpError as error:
+            self._give_up(run, batch, str(error))
+            await self._committer.commit()
+            return
+        except CannotBeginError as error:
+            await self._stopped(run, batch, "stopped", str(error))
+            return
+        except ModelDivergedError as error:
+            await self._stopped(run, batch, "diverged", str(error))
+            return
+        if step is not None:
+            await self._commit(run, step, partial(_finished, run, batch, step))
+        else:
+            _log_unwanted(run)
+
+    async def _commit(self, run: ModelRun, step: CommittedStep, ready: Callable[[], bool]) -> None:
+        if not await self._committer.commit(step, ready=ready):
+            _log_unwanted(run)
+            return
+        self._proven.add(run.state.model_id)
+        self._steps.committed(step.record)
+        if step.snapshot is not None:
+            deleting = asyncio.create_task(self._keeper.committed(run.state))
+            self._deleting.add(deleting)
+            deleting.add_done_callback(self._deleting.discard)
+        record = step.record
+        logger.info(
+            "step %d of %s: %d groups, loss %s, %.3f s", record.step, run.state.name, record.groups, record.loss, step.completed.seconds
+        )
+
+    async def _begin(self, run: ModelRun, batch: Batch, *, suspect: bool) -> bool:
+        """Commit the intent where one is needed; False: the batch is given up."""
+        number = run.state.policy_version + 1
+        before = run.intent if run.intent is not None and run.intent.step == number else None
+        attempts = 0 if before is None else before.attempts
+        if suspect and attempts >= self._max_attempts:
+            message = f"its step has ended the worker {attempts} times (worker.max_step_attempts)"
+            self._give_up(run, batch, message)
+            await self._committer.commit()
+            return False
+        starts = batch.job_id is not None and _state_of(run, batch.job_id) is JobState.PENDING
+        if not (starts or suspect or (before is None and batch.cut == "linger")):
+            return True
+        run.intent = Intent(
+            step=number,
+            offsets=tuple(waiting.offset for waiting in batch.groups),
+            reason="linger" if batch.cut == "linger" else "attempt" if batch.job_id is None else "job",
+            job_id=batch.job_id,
+            cut=batch.cut,
+            attempts=attempts + 1 if suspect or starts else attempts,
+        )
+        run.touch()
+        if starts:
+            # RUNNING is committed before the step, with the intent: what subscribers see never runs ahead of the log (design 12).
+            run.move_job(str(batch.job_id), JobState.RUNNING)
+        await self._committer.commit()
+        self._proven.add(run.state.model_id)
+        return _wanted(run, batch)
+
+    async def _running(self, run: ModelRun, batch: Batch, following: Following) -> CommittedStep | None:
+        """Run the step as a task that a command may end; None: one did."""
+        task = asyncio.create_task(self._steps.run(run, batch, following), name=f"step-{run.state.name}")
+        offsets = frozenset(waiting.offset for waiting in batch.groups)
+        self._book.running = RunningStep(model_id=run.state.model_id, job_id=batch.job_id, offsets=offsets, task=task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise  # the lane itself is given up
+            return None
+        finally:
+            self._book.running = None
+
+    async def _begin_anew(self, run: ModelRun) -> None:
+        why = "be resumed" if run.start_from is None else f"begin from {run.start_from.snapshot.uri}"
+        try:
+            step = await self._steps.begin_anew(run)
+        except (ModelDivergedError, ObjectNotFoundError, DigestMismatchError, InvalidKeyError, StepFailedError, RankDiedError) as error:
+            detail = f"it can't {why}: {cause_of(error)}"
+            forked = run.start_from is not None
+            run.rebasing = run.start_from = None
+            run.set_status("stopped" if forked else "diverged", detail)
+            await self._committer.commit()
+            return
+        await self._commit(run, step, lambda: _begins_anew(run))
+
+    async def _settle(self, run: ModelRun) -> None:
+        """Store a snapshot of a model that has no step for long: what its last steps trained on may go, retention takes it some day."""
+        run.settling = False
+        try:
+            taken = await self._steps.settle(run)
+        except ModelDivergedError as error:
+            await self._stopped(run, None, "diverged", str(error))
+            return
+        if taken is not None and run.status == "active":
+            await self._committer.commit(snapshots={run.state.model_id: taken})
+            logger.info("step %d of %s has a snapshot now", run.state.policy_version, run.state.name)
+
+    async def _stopped(self, run: ModelRun, batch: Batch | None, status: Literal["stopped", "diverged"], detail: str) -> None:
+        said = f"the model {'has diverged' if status == 'diverged' else 'is stopped'}: {detail}"
+        logger.error("%s: %s", run.state.name, said)
+        run.intent = None
+        if (
+            batch is not None
+            and batch.job_id is not None
+            and batch.job_id in run.jobs
+            and _state_of(run, batch.job_id) is not JobState.PAUSED
+        ):
+            run.move_job(batch.job_id, JobState.FAILED, message=said)
+            run.refuse_all(RejectionReason.MODEL_STOPPED, said, batch.job_id)
+        run.set_status(status, detail)
+        await self._committer.commit()
+
+    def _give_up(self, run: ModelRun, batch: Batch, message: str) -> None:
+        for waiting in batch.groups:
+            run.refuse(
+                offset=waiting.offset,
+                group_id=waiting.group.group_id,
+                job_id=batch.job_id,
+                reason=RejectionReason.STEP_FAILED,
+                detail=message,
+            )
+        if batch.job_id is not None and batch.job_id in run.jobs:
+            run.move_job(batch.job_id, JobState.FAILED, message=message)
+        run.intent = None
+        run.lingered = False
+        run.touch()
+
+
+def _begins_anew(run: ModelRun) -> bool:
+    return run.status == "active" and (run.rebasing is not None or run.start_from is not None)
+
+
+def _finished(run: ModelRun, batch: Batch, step: CommittedStep) -> bool:
+    """Say what the step leads to; False: a command took the batch away meanwhile."""
+    if not _wanted(run, batch):
+        return False
+    for lost in batch.lost:
+        run.reject_members(lost.waiting, lost.members, listed=True)
+    finish_job(run, step)
+    return True
+
+
+def _log_unwanted(run: ModelRun) -> None:
+    logger.info("step %d of %s is not wanted any more", run.state.policy_version + 1, run.state.name)
+
+
+def _wanted(run: ModelRun, batch: Batch) -> bool:
+    """Whether nothing happened meanwhile that takes the batch away: a deletion, a cancellation, a pause."""
+    if run.status != "active" or any(waiting.offset not in run.waiting for waiting in batch.groups):
+        return False
+    return batch.job_id is None or _state_of(run, batch.job_id) is JobState.RUNNING
+
+
+def _state_of(run: ModelRun, job_id: str) -> JobState | None:
+    job = run.jobs.get(job_id)
+    return None if job is None or job.document is None else job.document.state

@@ -1,0 +1,1 @@
+"""Steps run again, or groups copied, for a person."""

@@ -1,0 +1,205 @@
+"""A replay from the question to the answer: all is checked at the door, then the steps run, then what was asked of the outcome is done.
+
+Guarantees: a name that is taken, a folder that exists, an option that does not fit and a group that no step trained on are refused before
+anything runs; the original's topics, offsets, events and objects are as before. Only a fork that is published writes: a folder of its own
+in the store, and one command. Steps that should be the ledger's and are not are never published.
+"""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+
+from headrace.consumers.replay.changes import Asked, ChangeError
+from headrace.consumers.replay.distance import WeightsDistance, weights_distance
+from headrace.consumers.replay.groups import GroupReader, RawGroup, Selection
+from headrace.consumers.replay.publish import check_name, publish_fork
+from headrace.consumers.replay.run import Fork, ReplayedStep, Task, replay
+from headrace.consumers.replay.start import NothingToReplayError, Route, find_route
+from headrace.consumers.steps.rerun import BEGIN_ANEW, Changes, offsets_of
+from headrace.core.model_views import ModelView
+from headrace.core.models import check_base_model, get_model
+from headrace.core.settings import Settings
+from headrace.core.step_range import StepRange
+from headrace.core.store import ObjectNotFoundError, ObjectStore, fetch_folder, open_store
+from headrace.schemas.state import ModelState, StepRecord
+from headrace.schemas.weights import WeightsRef
+from headrace.trainer.options import merged_config
+from headrace.trainer.rank_main import seat_of_launcher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What was asked for."""
+
+    model_id: str
+    steps: StepRange
+    changes: Asked = field(default_factory=Asked)
+    exclude: frozenset[str] = frozenset()
+    ranks: int | None = None
+    publish: tuple[str, str] | None = None
+    """Project and name of the model that the fork becomes."""
+    keep: Path | None = None
+    """New folder for the weights after the last step."""
+
+    @property
+    def forks(self) -> bool:
+        """Whether anything is changed."""
+        return self.changes != Asked() or bool(self.exclude)
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What came of it, also while it goes on."""
+
+    route: Route
+    steps: list[ReplayedStep] = field(default_factory=list)
+    forked: list[StepRecord] = field(default_factory=list)
+    """The fork's steps, as ledger records without files: what a table is made of."""
+    distance: WeightsDistance | None = None
+    """Of a fork's last weights from the original's; None where those are gone."""
+    published: ModelView | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Every step without changes came out as in the ledger, bit for bit."""
+        return all(step.equal for step in self.steps if not step.forked)
+
+
+async def answer(
+    settings: Settings, question: Question, *, opened: Callable[[ModelState, Route], None], ran: Callable[[ReplayedStep], None]
+) -> Outcome:
+    """Replay what was asked for.
+
+    Args:
+        settings: Of this process.
+        question: What.
+        opened: Called when all is checked, before the first step.
+        ran: Called after each step.
+
+    Raises:
+        CannotRerunError: a step can't be run again.
+        HeadraceError: something that was asked for is refused, or Kafka or the store can't be reached.
+    """
+    state, route, fork = await _checked(settings, question)
+    opened(state, route)
+    task = Task(
+        model=state.settings,
+        route=route,
+        start=state.start_weights,
+        fork=fork,
+        ranks=question.ranks,
+        keep_state=question.publish is not None,
+    )
+    outcome = Outcome(route=route)
+    async with replay(settings, task) as steps:
+        async for step in steps:
+            outcome.steps.append(step)
+            if fork is not None and step.forked:
+                outcome.forked.append(_as_record(step, fork))
+            ran(step)
+        await _conclude(settings, question, fork or Fork(changes=Changes(), model=state.settings), outcome)
+    return outcome
+
+
+async def _checked(settings: Settings, question: Question) -> tuple[ModelState, Route, Fork | None]:
+    """Everything that can be refused before a process is started."""
+    if seat_of_launcher() is not None:
+        raise NothingToReplayError("replay starts ranks of its own: run it without torchrun or deepspeed, and with --ranks where needed")
+    view = await get_model(settings, question.model_id)
+    if view.state is None:
+        raise NothingToReplayError(f"{view.name} has no step yet: {view.status_detail}")
+    state = view.state
+    check_base_model(settings, state.settings)
+    if question.publish is not None:
+        await check_name(settings, *question.publish)
+    if question.keep is not None and await asyncio.to_thread(question.keep.exists):
+        raise NothingToReplayError(f"{question.keep} exists: remove it, or name another folder for the weights")
+    model = question.changes.settings(state.settings)
+    route = await find_route(settings, open_store(settings.store.url, settings.s3), state, question.steps)
+    asked = [record for record in route.records if record.step >= route.first]
+    kept = question.publish is not None or question.keep is not None
+    anew = next((record for record in (asked if question.forks else asked[-1:] if kept else ()) if record.cut in BEGIN_ANEW), None)
+    if anew is not None:
+        raise NothingToReplayError(f"step {anew.step} is {anew.cut}: it trained nothing and began anew; choose steps before or behind it")
+    await _check_excluded(settings, state, asked, question.exclude)
+    if not question.forks:
+        return state, route, None
+    return state, route, Fork(changes=Changes(config=question.changes.config, exclude=question.exclude), model=model)
+
+
+async def _check_excluded(settings: Settings, state: ModelState, asked: Sequence[StepRecord], exclude: frozenset[str]) -> None:
+    if not exclude:
+        return
+    trained = frozenset(offset for record in asked for offset in offsets_of(record.offsets))
+    reader = GroupReader(settings, state.shadow_of or state.model_id, Selection(offsets=trained, group_ids=exclude), decode=True)
+    found: set[str | None] = set()
+    async with aclosing(reader.read()) as groups:
+        async for group in groups:
+            if isinstance(group, RawGroup) and group.sampled is not None:
+                found.add(group.sampled.group.group_id)
+    if missing := sorted(exclude - found):
+        raise ChangeError(f"--exclude {missing[0]}: no step from {asked[0].step} to {asked[-1].step} trained on a group of that id")
+
+
+def _as_record(step: ReplayedStep, fork: Fork) -> StepRecord:
+    record, rerun = step.record, step.rerun
+    assert rerun is not None  # noqa: S101 - narrows the type: what is forked has run
+    config = record.config if fork.changes.config is None else merged_config(record.config, fork.changes.config)
+    result = rerun.result
+    return record.model_copy(
+        update={
+            "config": config,
+            "plan_digest": result.plan_digest,
+            "updates": result.updates,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "metrics": {name: value for name, value in result.metrics.items() if isfinite(value)},
+            "weights": WeightsRef(uri="", digest=rerun.weights_digest),
+            "snapshot": None,
+            "report": None,
+            "plots": None,
+            "scalars": result.scalars,
+            "fingerprint": result.fingerprint,
+        }
+    )
+
+
+async def _conclude(settings: Settings, question: Question, fork: Fork, outcome: Outcome) -> None:
+    """What was asked of the last state."""
+    last = outcome.steps[-1]
+    if last.rerun is None:
+        return
+    weights = last.rerun.out_dir / "weights"
+    if outcome.forked:
+        store = open_store(settings.store.url, settings.s3)
+        outcome.distance = await asyncio.to_thread(_distance, store, last.record.weights, weights)
+    if question.keep is not None:
+        await asyncio.to_thread(shutil.copytree, weights, question.keep)
+    if question.publish is not None and (outcome.forked or outcome.equal):
+        project, name = question.publish
+        train, changed = fork.model.train, fork.changes.config
+        outcome.published = await publish_fork(
+            settings,
+            project=project,
+            name=name,
+            model=fork.model.model_copy(update={"train": train if changed is None else merged_config(train, changed)}),
+            snapshot=last.rerun.out_dir / "snapshot",
+            last=last.record,
+            scalars=last.rerun.result.scalars,
+        )
+
+
+def _distance(store: ObjectStore, original: WeightsRef, ours: Path) -> WeightsDistance | None:
+    """Blocks."""
+    with tempfile.TemporaryDirectory(prefix="headrace-replay-") as folder:
+        theirs = Path(folder, "weights")
+        try:
+            fetch_folder(store, original.uri, original.digest, theirs)
+        except ObjectNotFoundError:
+            return None
+        return weights_distance(ours, theirs)

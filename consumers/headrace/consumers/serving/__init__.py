@@ -1,0 +1,1 @@
+"""Which models and versions an engine of ours serves."""

@@ -1,0 +1,157 @@
+"""The next step: handed over while this one runs, and on the device while this one is stored and committed.
+
+Guarantees: what was begun ahead is used only if it is what would be run after the commit: the same state, config, scalars and reference,
+and the very groups. It is nobody's before that: a commit that fails, or a command that takes the batch away, ends it, and the committed
+state is had again as after any lost step (exactly-once rule 5). Gives up: whether the plan writes a snapshot, which changes nothing that is
+trained; more than one step ahead.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from headrace.consumers.steps.cut import Batch
+from headrace.consumers.steps.world import TrainerWorld
+from headrace.schemas.state import ModelState
+from headrace.trainer.plan import StateKey, StepPlan, StepResult
+
+_GRACE_SECONDS = 5.0
+"""Ranks take longer than this to start, most steps less to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Following:
+    """How a step learns of the one after it."""
+
+    now: Callable[[], Batch | None] = lambda: None
+    """The batch that comes next if the step is committed; None while that can't be known."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when that may be another."""
+
+
+class NextPlan:
+    """The plan of the next step, made and handed over while a step runs.
+
+    Args:
+        following: The batch.
+        make: Makes the plan of a batch, from the state that the running step will lead to.
+        world: The device.
+    """
+
+    def __init__(self, following: Following, make: Callable[[Batch], Awaitable[StepPlan]], world: TrainerWorld) -> None:
+        self._following = following
+        self._make = make
+        self._world = world
+        self._batch: Batch | None = None
+        self._task = asyncio.create_task(self._run(), name="next-plan")
+
+    async def _run(self) -> StepPlan:
+        while (batch := self._following.now()) is None:
+            await self._following.changed.wait()
+            self._following.changed.clear()  # the lane looks at everything again when the step has ended
+        self._batch = batch
+        plan = await self._make(batch)
+        await self._world.hand_over(plan)
+        return plan
+
+    async def plan(self) -> StepPlan | None:
+        """The plan of what comes next, now that the step has run; None where that can't be known.
+
+        Raises:
+            HeadraceError: it could not be made.
+        """
+        batch = self._following.now()
+        if batch is not None and self._batch is not None and _offsets(batch) == _offsets(self._batch):
+            return await self._task
+        await self.cancel()
+        return None if batch is None else await self._make(batch)
+
+    async def cancel(self) -> None:
+        """It is not wanted."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A step that waits for the device, runs or has run."""
+
+    plan: StepPlan
+    task: "asyncio.Task[StepResult]"
+
+
+class StepAhead:
+    """At most one step ahead of the committed state, for one lane.
+
+    Args:
+        world: The device.
+    """
+
+    def __init__(self, world: TrainerWorld) -> None:
+        self._world = world
+        self._begun: Begun | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def model_id(self) -> str | None:
+        """Whose step was begun and is not used yet."""
+        return None if self._begun is None else self._begun.plan.state.model_id
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begin a step from the state that the device has just reached; nothing is begun while another waits to be used."""
+        if self._begun is None:
+            self._begun = Begun(plan=plan, task=asyncio.create_task(self._world.run(plan, None), name=f"ahead-{plan.state.step + 1}"))
+
+    def of(self, state: StateKey) -> Begun | None:
+        """The step that was begun from this state; one that the same model began from another state is ended."""
+        if self._begun is None or self._begun.plan.state.model_id != state.model_id:
+            return None
+        if self._begun.plan.state != state:
+            self.drop()
+        return self._begun
+
+    async def take(self, begun: Begun) -> StepResult:
+        """Its result: it is the caller's now, and ends if the caller is cancelled. Raises as `TrainerWorld.run`."""
+        if self._begun is begun:
+            self._begun = None
+        return await begun.task
+
+    def drop(self) -> None:
+        """It is not wanted. What is nearly done may end on the device; what is not, ends with its ranks."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            ending = asyncio.create_task(_end(begun), name="ahead-ends")
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+
+async def _end(begun: Begun) -> None:
+    try:
+        await asyncio.wait({begun.task}, timeout=_GRACE_SECONDS)
+    finally:
+        begun.task.cancel()
+        await asyncio.gather(begun.task, return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, begun.plan.out_dir, ignore_errors=True)
+
+
+def state_after(state: ModelState, plan: StepPlan) -> ModelState:
+    """What the model's state will be once the step is committed, as far as a plan looks at it; its scalars the step itself tells."""
+    step = state.policy_version + 1
+    kept = {"snapshot_step": step} if plan.snapshot else {}
+    return state.model_copy(update={"policy_version": step, "last_attempt": plan.attempt, **kept})
+
+
+def same_step(one: StepPlan, other: StepPlan) -> bool:
+    """Whether two plans train the same; groups are compared as the objects that they are, none is changed once it is admitted."""
+    if len(one.groups) != len(other.groups) or any(a is not b for a, b in zip(one.groups, other.groups, strict=True)):
+        return False
+    return _bare(one) == _bare(other)
+
+
+def _offsets(batch: Batch) -> list[int]:
+    return [waiting.offset for waiting in batch.groups]
+
+
+def _bare(plan: StepPlan) -> StepPlan:
+    return replace(plan, groups=(), attempt="", out_dir="", snapshot=False, report_rows="none")

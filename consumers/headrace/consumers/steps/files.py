@@ -1,0 +1,151 @@
+"""The files of a step on their way to the object store, before its transaction begins.
+
+Guarantees: names carry model, incarnation, step and attempt and are never used again (exactly-once rule 14); every file is
+durable and every manifest written last when `store_step` returns. Gives up: deletion of what a lost attempt left behind, which is
+`headrace.consumers.steps.orphans`.
+"""
+
+import asyncio
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import orjson
+
+from headrace.consumers.steps.folders import KINDS, folder_key
+from headrace.core.store import ObjectStore, StoreError, read_manifest, store_folder
+from headrace.core.store.folders import MANIFEST
+from headrace.schemas.report import REPORT_FILE, ROWS_FILE, StepReport
+from headrace.schemas.weights import FolderKind, Manifest, WeightsRef
+from headrace.trainer.plan import StateKey, StepResult
+
+DUPLICATES_FILE = "duplicates.u64"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredStep:
+    """What a step left in the store."""
+
+    weights: WeightsRef
+    weights_manifest: Manifest
+    report: WeightsRef
+    snapshot: WeightsRef | None
+    """Where the plan asked for one."""
+    plots: WeightsRef | None
+    """Where the step drew any."""
+    logprobs: WeightsRef | None = None
+    """Where the step computed log-probabilities instead of training."""
+
+
+async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, duplicates: bytes, report: StepReport) -> StoredStep:
+    """Store what the step wrote, and its report; the local folder is gone afterwards.
+
+    Args:
+        store: The object store.
+        out_dir: The plan's `out_dir`, with `weights/` and perhaps `snapshot/`, `plots/`, `rows/` and `logprobs/`.
+        result: What the rank answered.
+        duplicates: The duplicate window at the cut: part of the snapshot, where there is one.
+        report: Of the step; the kept rows lie beside it.
+
+    Raises:
+        HeadraceError: the store can't be reached, or refuses.
+    """
+    key = result.key
+
+    def put(kind: FolderKind) -> tuple[Manifest, WeightsRef]:
+        return _put(store, out_dir / kind, kind, key, key)
+
+    kinds = await asyncio.to_thread(_lay_out, out_dir, duplicates, report)
+    stored = dict(zip(kinds, await asyncio.gather(*(asyncio.to_thread(put, kind) for kind in kinds)), strict=True))
+    await asyncio.to_thread(shutil.rmtree, out_dir, ignore_errors=True)
+    manifest, weights = stored["weights"]
+    return StoredStep(
+        weights=weights,
+        weights_manifest=manifest,
+        report=stored["report"][1],
+        snapshot=stored["snapshot"][1] if "snapshot" in stored else None,
+        plots=stored["plots"][1] if "plots" in stored else None,
+        logprobs=stored["logprobs"][1] if "logprobs" in stored else None,
+    )
+
+
+async def store_snapshot(store: ObjectStore, folder: Path, key: StateKey, duplicates: bytes, attempt: str) -> WeightsRef:
+    """Store a state that was committed without one, as the snapshot of its step; the local folder is gone afterwards.
+
+    Args:
+        store: The object store.
+        folder: With the state.
+        key: Of the state.
+        duplicates: The duplicate window.
+        attempt: A fresh one, for the name: another owner may have tried this before.
+
+    Raises:
+        HeadraceError: the store can't be reached, or refuses.
+    """
+
+    def put() -> WeightsRef:
+        (folder / DUPLICATES_FILE).write_bytes(duplicates)
+        _, ref = _put(store, folder, "snapshot", key, replace(key, attempt=attempt))
+        shutil.rmtree(folder, ignore_errors=True)
+        return ref
+
+    return await asyncio.to_thread(put)
+
+
+async def store_for_deployment(store: ObjectStore, deployment: str, key: StateKey, stored: StoredStep) -> str:
+    """Write a version's manifest under a deployment's prefix, too; returns its identity, the name of the snapshot there.
+
+    `deployments/<deployment>/<identity>/manifest.json`, with the folder of the files in `uri`; the identity is new for every attempt.
+
+    Raises:
+        HeadraceError: the store can't be reached, or refuses.
+    """
+    identity = f"v{key.step}-{(key.attempt or '')[-12:]}"
+    manifest = stored.weights_manifest.model_copy(update={"uri": stored.weights.uri})
+    body = orjson.dumps(manifest.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
+    await asyncio.to_thread(store.put_bytes_if_absent, f"deployments/{deployment}/{identity}/{MANIFEST}", body)
+    return identity
+
+
+def _put(store: ObjectStore, folder: Path, kind: FolderKind, key: StateKey, called: StateKey) -> tuple[Manifest, WeightsRef]:
+    """Store a folder of the state `key` under the name of `called`."""
+    return store_folder(
+        store,
+        folder_key(called, kind),
+        folder,
+        kind=kind,
+        model_id=key.model_id,
+        incarnation=key.incarnation,
+        step=key.step,
+        attempt=key.attempt or "",
+    )
+
+
+def _lay_out(out_dir: Path, duplicates: bytes, report: StepReport) -> list[FolderKind]:
+    """Put beside the rank's files what the rank does not know; returns the folders to store."""
+    if (out_dir / "snapshot").is_dir():
+        (out_dir / "snapshot" / DUPLICATES_FILE).write_bytes(duplicates)
+    folder = out_dir / "report"
+    folder.mkdir(exist_ok=True)
+    (folder / REPORT_FILE).write_bytes(orjson.dumps(report.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+    rows = out_dir / "rows" / ROWS_FILE
+    if rows.is_file():
+        rows.rename(folder / ROWS_FILE)
+    return [kind for kind in KINDS.values() if kind == "weights" or (out_dir / kind).is_dir()]
+
+
+async def load_duplicates(store: ObjectStore, snapshot: WeightsRef) -> bytes:
+    """The duplicate window of a snapshot; nothing else of it is read.
+
+    Raises:
+        HeadraceError: the snapshot is not there, or not what was committed.
+    """
+
+    def get() -> bytes:
+        manifest = read_manifest(store, snapshot.uri, snapshot.digest)
+        digests = {file.path: file.sha256 for file in manifest.files}
+        if DUPLICATES_FILE not in digests:
+            raise StoreError(f"{snapshot.uri} has no {DUPLICATES_FILE}: it is no snapshot of a worker")
+        return store.get_bytes(f"{store.resolve(snapshot.uri)}/{DUPLICATES_FILE}", sha256=digests[DUPLICATES_FILE])
+
+    return await asyncio.to_thread(get)

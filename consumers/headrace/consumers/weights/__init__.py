@@ -1,0 +1,1 @@
+"""The way of weights into a rollout engine."""
