@@ -194,7 +194,7 @@ async def test_keys_in_a_request_are_kept_encrypted_and_never_shown(kafka: str, 
         made = await create(client, "j1", body)
         shown = await client.get(f"{JOBS}/j1")
     for answer in (made, shown):
-        assert answer.json()["wandbConfig"] == {"enabled": True, "project": "p", "entity": "e", "runId": ""}
+        assert answer.json()["wandbConfig"] == {"enabled": True, "project": "p", "entity": "e", "runId": "", "url": ""}
         assert "hush" not in answer.text
     async with LogView(settings) as view:
         fact = view.tables.facts[rlor_job_key("default", "j1")]
