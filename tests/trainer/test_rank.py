@@ -1,6 +1,8 @@
 """The rank process: real processes, real signals."""
 
+import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +16,8 @@ import pytest
 from headrace.core.errors import HeadraceError
 from headrace.schemas.state import TrainingScalars
 from headrace.schemas.training import TrainConfig
-from headrace.trainer.plan import BaseSource, StateKey, StepPlan
+from headrace.trainer.inbox import Inbox
+from headrace.trainer.plan import BaseSource, Saved, StateKey, StepPlan
 from headrace.trainer.rank import RankDiedError, RankWorld, StepFailedError
 from headrace.trainer.rank_main import SignOfLife, nodes_of_launcher, seat_of_launcher
 from headrace.trainer.world import WorldSettings
@@ -197,6 +200,59 @@ def test_a_silent_rank_is_noticed_however_often_the_others_give_a_sign_of_life()
         ended.set()
         lively.join()
         world.close()
+
+
+def test_a_rank_that_hangs_while_it_is_handed_a_plan_is_noticed(make_plan: Plans, monkeypatch: pytest.MonkeyPatch):
+    """Nobody reads, and the plan is larger than the pipe."""
+    world = RankWorld(WorldSettings(silence_seconds=0.4))
+    world._ready = {0}
+    monkeypatch.setattr(world, "kill", world._theirs[0].close)
+    handing = threading.Thread(target=world.hand_over, args=(make_plan(attempt="a" * (1 << 22)),), daemon=True)
+    handing.start()
+    while not world._sending.locked():
+        pass
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            world.run(make_plan())
+        except RankDiedError as error:
+            raised.append(error)
+
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    running.join(20)
+    assert "rank 0 of 1 gave no sign of life" in str(raised)
+    handing.join(5)
+    assert not handing.is_alive()
+    world.close()
+
+
+def test_a_world_of_a_worker_that_has_many_connections_runs_what_was_handed_over(make_plan: Plans):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        world = RankWorld(WorldSettings())
+        plan = make_plan()
+        world.hand_over(plan)
+        world._theirs[0].send(Saved())
+        assert world._ask(plan) == Saved()
+        assert [world._theirs[0].recv()[0] for _ in range(2)] == ["ahead", "run"]
+        world.close()
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_message_that_can_not_be_read_ends_the_rank_instead_of_leaving_it_waiting():
+    ours, theirs = multiprocessing.Pipe()
+    inbox = Inbox(theirs, lambda _plan: None)
+    ours.send_bytes(b"no pickle")
+    with pytest.raises(EOFError):
+        inbox.next()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The step after the one that is stored and committed: begun while that is under way, and used only if it is what comes next."""
 
 import asyncio
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from tests.worker.stage import Commit, Owner, Stage, offsets_of, until
 from tests.worker.test_cut import admit, members, run_of
 
 from headrace.consumers.memory.waiting import Waiting
+from headrace.consumers.steps.ahead import StepAhead
 from headrace.consumers.steps.cut import next_batch
 from headrace.consumers.steps.foresight import foreseen
 from headrace.schemas.commands import DeleteModel
@@ -188,6 +190,100 @@ async def test_no_step_is_begun_ahead_of_one_that_is_under_suspicion(stage: Stag
     async with stage.seen(model) as seen, stage.owner(lane, look):
         await seen.until(StepRecord, 2)
     assert begun == [None]
+
+
+@staged
+async def test_rule_10_a_step_is_not_blamed_for_what_the_next_one_does_to_the_ranks_when_it_is_handed_over(stage: Stage) -> None:
+    lane = stage.free_lane()
+    model = await stage.model(lane)
+    handed: list[StepPlan] = []
+
+    async def deadly(plan: StepPlan) -> None:
+        handed.append(plan)
+        stage.world._ranks.kill()
+
+    with mock.patch.object(stage.world, "hand_over", deadly):
+        async with stage.seen(model) as seen:
+            sent = await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(4)))
+            async with stage.owner(lane, max_step_attempts=2):
+                first, second = await seen.until(StepRecord, 2)
+    assert len(handed) == 1
+    assert (offsets_of(first), offsets_of(second)) == (sent[:2], sent[2:])
+
+
+@staged
+async def test_a_step_is_stored_and_committed_though_the_next_one_can_not_be_planned_or_handed_over(stage: Stage) -> None:
+    for name, fails in (("steps.world.TrainerWorld.hand_over", asyncio.Event().wait), ("steps.plans.StepPlans.after", _no_room)):
+        lane = stage.free_lane()
+        model = await stage.model(lane)
+        with mock.patch(f"headrace.consumers.{name}", lambda *_, fails=fails: fails()):
+            async with stage.seen(model) as seen:
+                sent = await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(4)))
+                async with stage.owner(lane):
+                    first, second = await seen.until(StepRecord, 2)
+        assert (offsets_of(first), offsets_of(second)) == (sent[:2], sent[2:])
+
+
+async def _no_room() -> None:
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+@staged
+async def test_what_was_begun_of_a_deleted_model_does_not_keep_the_others_of_a_busy_lane_from_beginning_theirs(stage: Stage) -> None:
+    lane = stage.free_lane()
+    model, other = await stage.model(lane), await stage.model(lane)
+    begun: list[str | None] = []
+
+    async def delete_it(commit: Commit) -> dict[str, int]:
+        if commit.of(StepRecord, lambda record: record.model_id == model.model_id):
+            await ahead_has_run(commit.owner)
+            await until(lambda: len(stage.run_of(commit.owner, other).waiting) == 4)
+            written = await commit.go()
+            await stage.command(DeleteModel(model_id=model.model_id))
+            await until(lambda: stage.run_of(commit.owner, model).status == "deleted")
+            return written
+        if commit.of(StepRecord, lambda record: record.step == 1):
+            begun.append(commit.owner.lane._steps.ahead.model_id)
+        return await commit.go()
+
+    async with stage.seen(model) as seen, stage.seen(other) as of_other:
+        await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(4)))
+        await stage.send(other, *(group(f"o{i}", seed=i, version=None) for i in range(4)))
+        async with stage.owner(lane, delete_it):
+            await of_other.until(StepRecord, 2)
+        assert [record.step for record in seen.of(StepRecord)] == [1]
+    assert begun == [other.model_id]
+
+
+@staged
+async def test_what_is_not_wanted_any_more_takes_no_turn_at_the_device(stage: Stage) -> None:
+    lane = stage.free_lane()
+    model = await stage.model(lane)
+    with ran(stage) as plans:
+        async with stage.seen(model) as seen, stage.owner(lane):
+            await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(2)))
+            await seen.until(StepRecord, 1)
+    plan = replace(plans[0], attempt="unwanted", out_dir=f"{plans[0].out_dir}-unwanted")
+    ended = asyncio.Event()
+
+    async def another() -> None:
+        async with stage.world.turn():
+            await ended.wait()
+
+    holder = asyncio.create_task(another())
+    await asyncio.sleep(0)
+    ahead = StepAhead(stage.world)
+    ahead.begin(plan)
+    waits = ahead._begun
+    assert waits is not None
+    await asyncio.sleep(0.05)
+    ahead.drop()
+    async with asyncio.timeout(1):
+        await asyncio.wait({waits.task})
+    assert waits.task.cancelled()
+    ended.set()
+    await holder
+    assert stage.world._ranks.alive
 
 
 def test_what_is_foreseen_is_what_the_cut_gives_after_the_commit() -> None:

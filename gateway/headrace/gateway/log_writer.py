@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import IllegalOperation, InvalidProducerEpoch, KafkaError, ProducerFenced
@@ -245,12 +246,14 @@ class LogWriter:
 
 async def _transaction(producer: AIOKafkaProducer, records: Sequence[Sealed]) -> dict[TopicPartition, int]:
     await producer.begin_transaction()
+    # aiokafka tells this future that the producer was fenced, and nobody asks it where a send has failed: asyncio would log a traceback.
+    producer._txn_manager.wait_for_transaction_end().add_done_callback(_heard)
     deliveries: list[asyncio.Future[RecordMetadata]] = []
     for record in records:
         delivery = await producer.send(
             record.topic, value=record.value, key=record.key.encode(), partition=record.partition, headers=list(record.headers)
         )
-        delivery.add_done_callback(lambda done: done.cancelled() or done.exception())  # if the next send raises, nobody asks
+        delivery.add_done_callback(_heard)  # if the next send raises, nobody asks
         deliveries.append(delivery)
     # Every send is awaited: a commit after a failed one returns cleanly and loses that record (rule 2).
     written: list[RecordMetadata | BaseException] = await asyncio.gather(*deliveries, return_exceptions=True)
@@ -262,3 +265,9 @@ async def _transaction(producer: AIOKafkaProducer, records: Sequence[Sealed]) ->
         places[where] = max(places.get(where, -1), delivery.offset)
     await producer.commit_transaction()
     return places
+
+
+def _heard(done: "asyncio.Future[Any]") -> None:
+    """What a future failed with is known from elsewhere."""
+    if not done.cancelled():
+        done.exception()

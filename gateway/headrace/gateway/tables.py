@@ -227,7 +227,9 @@ def _ack(tables: Tables, record: ConsumerRecord) -> None:
         return
     ack = open_kept(record, (WeightsApplied, WeightsFailed, EngineAlive))
     if isinstance(ack, EngineAlive):
-        tables.alive[ack.engine_id] = time.time() if tables.follows else record.timestamp / 1000
+        # From before the start it says when by its own clock, which may be ahead: nobody has spoken in the future.
+        now = time.time()
+        tables.alive[ack.engine_id] = now if tables.follows else min(record.timestamp / 1000, now)
         return
     assert isinstance(ack, WeightsApplied | WeightsFailed)  # noqa: S101 - narrows the type
     tables.acks[ack.engine_id] = ack

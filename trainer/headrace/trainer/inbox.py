@@ -60,7 +60,9 @@ class Inbox:
                     case _:
                         self._messages.put(message)
         except (EOFError, OSError):
-            self._messages.put(None)
+            pass
+        finally:
+            self._messages.put(None)  # also where a message can't be read: nobody would read the next one
 
     def _keep(self, plan: StepPlan) -> None:
         self._ahead = plan

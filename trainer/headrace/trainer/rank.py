@@ -141,9 +141,10 @@ class RankWorld:
     def _ask(self, plan: StepPlan | SavePlan) -> StepResult | Saved:
         # From a thread of its own: a rank that is stopped, or that still waits for another to start, reads no plan, and a large one does
         # not fit into the pipe.
-        self._sending.acquire()  # here: a plan that is handed over from now on comes behind this one
-        sending = threading.Thread(target=self._send, args=(plan,), name="headrace-plan", daemon=True)
-        if self._is_there(plan) and select.select([], self._pipes, [], 0)[1] == self._pipes:
+        # Not waited for here: a rank that is stopped while it is handed a plan would hold this up where nobody looks for signs of life.
+        ours = self._sending.acquire(blocking=False)
+        sending = threading.Thread(target=self._send, args=(plan, ours), name="headrace-plan", daemon=True)
+        if ours and self._is_there(plan) and self._have_room():
             sending.run()  # some bytes, for which there is room: to start a thread took 3 ms, beside others that compute
         else:
             sending.start()
@@ -162,7 +163,16 @@ class RankWorld:
     def _is_there(self, plan: StepPlan | SavePlan) -> bool:
         return isinstance(plan, StepPlan) and plan.out_dir == self._ahead
 
-    def _send(self, plan: StepPlan | SavePlan) -> None:
+    def _have_room(self) -> bool:
+        """Whether each pipe takes some bytes at once."""
+        looking = select.poll()  # `select.select` knows no descriptor above 1,023, and a worker of many lanes has more
+        for pipe in self._pipes:
+            looking.register(pipe, select.POLLOUT)
+        return len(looking.poll(0)) == len(self._pipes)
+
+    def _send(self, plan: StepPlan | SavePlan, ours: bool) -> None:  # noqa: FBT001 - a thread's argument
+        if not ours:
+            self._sending.acquire()
         first: StepPlan | SavePlan | HandedOver = plan
         if isinstance(plan, StepPlan) and self._is_there(plan):
             first, self._ahead = HandedOver.of(plan), None
@@ -238,6 +248,7 @@ class RankWorld:
 
     def close(self) -> None:
         """Ask the ranks to end, and make them."""
+        self._broken = True  # who asks from another thread whether it is alive may not ask a process that is closed
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:

@@ -71,7 +71,6 @@ class LaneTraining:
                     else:
                         await self._begin_anew(run)
                     self.stepping = False
-                self._steps.ahead.drop()  # a command took it away
                 self._book.note_unreported()  # the cut may have refused groups
         finally:
             self._steps.ahead.drop()
@@ -97,6 +96,8 @@ class LaneTraining:
                 return run, None
         ready = [(run, batch) for run in runs if (batch := next_batch(run, nodes)) is not None]
         self._note_short_of_nodes(nodes)
+        if self._steps.ahead.model_id not in {run.state.model_id for run, _ in ready}:
+            self._steps.ahead.drop()  # a command took it away: others are to begin theirs
         if ready:
             return min(ready, key=lambda pair: pair[1].completed_at)
         return next(((run, None) for run in runs if run.settling), None)

@@ -44,26 +44,27 @@ class NextPlan:
         self._make = make
         self._world = world
         self._batch: Batch | None = None
+        self._made: asyncio.Task[StepPlan] | None = None
         self._task = asyncio.create_task(self._run(), name="next-plan")
 
-    async def _run(self) -> StepPlan:
+    async def _run(self) -> None:
         while (batch := self._following.now()) is None:
             await self._following.changed.wait()
             self._following.changed.clear()  # the lane looks at everything again when the step has ended
-        self._batch = batch
-        plan = await self._make(batch)
-        await self._world.hand_over(plan)
-        return plan
+        self._batch, self._made = batch, asyncio.ensure_future(self._make(batch))
+        await self._world.hand_over(await self._made)
 
     async def plan(self) -> StepPlan | None:
         """The plan of what comes next, now that the step has run; None where that can't be known.
+
+        Whether it is handed over by now is not waited for: a rank that is stopped is only noticed where a result of it is.
 
         Raises:
             HeadraceError: it could not be made.
         """
         batch = self._following.now()
-        if batch is not None and self._batch is not None and _offsets(batch) == _offsets(self._batch):
-            return await self._task
+        if batch is not None and self._batch is not None and self._made is not None and _offsets(batch) == _offsets(self._batch):
+            return await self._made
         await self.cancel()
         return None if batch is None else await self._make(batch)
 
@@ -118,17 +119,19 @@ class StepAhead:
         return await begun.task
 
     def drop(self) -> None:
-        """It is not wanted. What is nearly done may end on the device; what is not, ends with its ranks."""
+        """It is not wanted. What is nearly done may end on the device; what is not, ends with its ranks; what waits takes no turn."""
         begun, self._begun = self._begun, None
         if begun is not None:
-            ending = asyncio.create_task(_end(begun), name="ahead-ends")
+            grace = _GRACE_SECONDS if self._world.has_turn(begun.plan) else 0.0
+            ending = asyncio.create_task(_end(begun, grace), name="ahead-ends")
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
 
 
-async def _end(begun: Begun) -> None:
+async def _end(begun: Begun, grace: float) -> None:
     try:
-        await asyncio.wait({begun.task}, timeout=_GRACE_SECONDS)
+        if grace:
+            await asyncio.wait({begun.task}, timeout=grace)
     finally:
         begun.task.cancel()
         await asyncio.gather(begun.task, return_exceptions=True)

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 BASE = KlReference(kind="base")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_KEPT = 2
+"""References of a model on the disk, a moving one would fill it: of the step that runs, and of the one that is planned beside it."""
 _NAMESPACE = uuid.UUID("4d3c1f8e-20f7-5f0b-8c9e-5d1a4f2e7b61")
 
 
@@ -73,7 +75,8 @@ class KlReferences:
         self._store = store
         self._folder = folder
         self._weights: dict[tuple[str, str, int], WeightsRef] = {}
-        self._held: dict[str, Path] = {}
+        self._held: dict[str, tuple[Path, ...]] = {}
+        """By model, newest last."""
         self._logprobs: tuple[str, dict[bytes, Floats]] | None = None
         """The file that was read last, by its URI."""
 
@@ -153,11 +156,11 @@ class KlReferences:
             raise ReferenceMissingError(f"the KL reference {uri} is gone: {error}") from error
         except (InvalidKeyError, DigestMismatchError) as error:
             raise ReferenceMissingError(f"the KL reference {uri} can't be used: {error}") from error
-        # One reference a model is kept: a moving one would fill the disk.
-        former = self._held.get(model_id)
-        self._held[model_id] = folder
-        if former is not None and former not in self._held.values():
-            await asyncio.to_thread(shutil.rmtree, former, ignore_errors=True)
+        held = (*(path for path in self._held.get(model_id, ()) if path != folder), folder)
+        self._held[model_id] = held[-_KEPT:]
+        for former in held[:-_KEPT]:
+            if not any(former in folders for folders in self._held.values()):
+                await asyncio.to_thread(shutil.rmtree, former, ignore_errors=True)
         return KlReference(kind="weights", folder=str(folder))
 
     def _fetch_adapter(self, uri: str, folder: Path) -> None:

@@ -129,7 +129,8 @@ class StepRunner:
                 raise BatchGivenUpError(str(error)) from error
             try:
                 timer.lap("catch_up")
-                coming = NextPlan(following, partial(self._plan_after, run, plan), self._world)
+                # Once it has failed it runs alone: what is handed over beside it may be what ended the ranks (rule 10).
+                coming = NextPlan(Following() if self._failures[key] else following, partial(self._plan_after, run, plan), self._world)
                 try:
                     result = await (self._world.run(plan, snapshot) if begun is None else self.ahead.take(begun))
                     timer.lap("in_world")
@@ -161,10 +162,15 @@ class StepRunner:
     async def _prepared(self, run: ModelRun, batch: Batch) -> tuple[StepPlan, WeightsRef | None, Begun | None]:
         """The plan, and the snapshot of the state that it starts from; or the step itself, where it was begun ahead."""
         if (begun := self.ahead.of(state_key(run.state))) is not None:
-            if same_step(begun.plan, await self._plans.of(run, batch, begun.plan.attempt)):
+            same = False
+            try:
+                same = same_step(begun.plan, await self._plans.of(run, batch, begun.plan.attempt))
+            finally:
+                if not same:  # nor where its reference went meanwhile, or the step is ended here: nobody would take it
+                    self.ahead.drop()
+            if same:
                 return begun.plan, None, begun
             logger.info("step %d of %s was begun ahead on something else", begun.plan.state.step + 1, run.state.name)
-            self.ahead.drop()
         # Before the plan: a step that is run again fetches a KL reference of its own, and one a model is kept.
         snapshot = await self._catch_up.ready(run.state)
         return await self._plans.of(run, batch, await self.attempts.new(run.state.model_id)), snapshot, None
@@ -176,8 +182,8 @@ class StepRunner:
         """Begin the step after this one on the device, where all that it needs is at hand."""
         try:
             plan = await coming.plan()
-        except HeadraceError as error:  # it is the next step's to fail with, this one has run
-            logger.debug("the step after step %d of %s is not begun ahead: %s", result.key.step, run.state.name, error)
+        except Exception as error:  # noqa: BLE001 - it is the next step's to fail with, this one has run
+            logger.debug("the step after step %d of %s is not begun ahead: %r", result.key.step, run.state.name, error)
         else:
             if plan is not None:
                 self.ahead.begin(replace(plan, scalars=result.scalars))

@@ -64,6 +64,8 @@ class TrainerWorld:
         """A world that a launcher started is broken: this process must end."""
         self._ranks = self._new_world()
         self._resident: StateKey | None = None
+        self._whose: str | None = None
+        """The folder of the plan that has the turn."""
         self._parking = settings.worker.work_dir.absolute() / "parked"
         self._parked: dict[str, StateKey] = {}
         self._forgetting: set[asyncio.Task[None]] = set()
@@ -100,29 +102,40 @@ class TrainerWorld:
         asked = time.monotonic()
         async with self.turn():
             logger.debug("step %d of %s waited %.3f s for its turn", plan.state.step + 1, plan.state.model_id, time.monotonic() - asked)
-            if self._resident is not None and self._ranks.alive and self._resident.model_id != plan.state.model_id:
-                await self._park(self._resident)
-            if not self._ranks.alive:
-                self._resident = None
-                if self._launched:  # nobody's step is to blame
-                    self.lost.set()
-                    raise WorldLostError
-                await self._replace()
-            load_from = await self._load_from(plan, snapshot)
-            self._resident = None
+            self._whose = plan.out_dir
             try:
-                result = await self._in_thread(self._ranks.run, _with_load(plan, load_from))
-            except asyncio.CancelledError:
-                # The lane is lost, or the step is not wanted any more: nobody will commit it.
-                logger.info("step %d of %s is cancelled", plan.state.step + 1, plan.state.model_id)
-                raise
+                return await self._run(plan, snapshot)
             finally:
-                if self._launched and not self._ranks.alive:
-                    self.lost.set()
-                if load_from is not None and load_from.parent != self._parking:
-                    await asyncio.to_thread(shutil.rmtree, load_from, ignore_errors=True)
-            self._resident = result.key
-            return result
+                self._whose = None
+
+    def has_turn(self, plan: StepPlan) -> bool:
+        """Whether the plan has its turn: what ends it now may end the ranks."""
+        return self._whose == plan.out_dir
+
+    async def _run(self, plan: StepPlan, snapshot: WeightsRef | None) -> StepResult:
+        if self._resident is not None and self._ranks.alive and self._resident.model_id != plan.state.model_id:
+            await self._park(self._resident)
+        if not self._ranks.alive:
+            self._resident = None
+            if self._launched:  # nobody's step is to blame
+                self.lost.set()
+                raise WorldLostError
+            await self._replace()
+        load_from = await self._load_from(plan, snapshot)
+        self._resident = None
+        try:
+            result = await self._in_thread(self._ranks.run, _with_load(plan, load_from))
+        except asyncio.CancelledError:
+            # The lane is lost, or the step is not wanted any more: nobody will commit it.
+            logger.info("step %d of %s is cancelled", plan.state.step + 1, plan.state.model_id)
+            raise
+        finally:
+            if self._launched and not self._ranks.alive:
+                self.lost.set()
+            if load_from is not None and load_from.parent != self._parking:
+                await asyncio.to_thread(shutil.rmtree, load_from, ignore_errors=True)
+        self._resident = result.key
+        return result
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from headrace.core.store import StoreError
 from headrace.gateway.gate import Gate
-from headrace.gateway.log_writer import Sealed, Turn, sealed
+from headrace.gateway.log_writer import OvertakenError, Sealed, Turn, sealed
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.dataset_facts import Dataset, find_dataset
 from headrace.gateway.rlor.dataset_files import delete_files, take_in
@@ -107,20 +107,22 @@ async def add_file(gate: Gate, dataset: Dataset, name: str, spool: IO[bytes], *,
     except DatasetFaultError as error:
         await _note_fault(gate, fact, f"{name}: {error}")
         raise ProblemError(400, f"{name}: {error}") from error
-    now = find_dataset(await gate.view.fresh(), fact.account, fact.dataset)
-    same = [there for there in now.files if there.sha256 == file.sha256]
-    if any(there.name == name for there in same) and now.fact.state == "READY":
-        return file  # a repeat
-    kept = Dataset(now.fact, [*(there for there in now.files if there.name != name), file])
-    if (refusal := _refusal(dataset, kept, completes=completes)) is not None:
-        await remove_files(gate, [] if same else [file])  # an object is named by its content
-        raise refusal
-    changed = now.fact.model_copy(update={"fault": None, "state": "READY" if completes else "UPLOADING", "updated_at": utc_now()})
-    key = dataset_file_key(file)
-    await gate.writer.commit(
-        [_fact_record(gate, file, key), _fact_record(gate, changed, dataset_key(fact.account, fact.dataset))],
-        is_in=lambda: gate.view.tables.facts.get(key) == file,
-    )
+    key, is_written = dataset_file_key(file), False
+    while not is_written:
+        now = find_dataset(await gate.view.fresh(), fact.account, fact.dataset)
+        same = [there for there in now.files if there.sha256 == file.sha256]
+        if any(there.name == name for there in same) and now.fact.state == "READY":
+            return file  # a repeat
+        kept = Dataset(now.fact, [*(there for there in now.files if there.name != name), file])
+        if (refusal := _refusal(dataset, kept, completes=completes)) is not None:
+            await remove_files(gate, [] if same else [file])  # an object is named by its content
+            raise refusal
+        changed = now.fact.model_copy(update={"fault": None, "state": "READY" if completes else "UPLOADING", "updated_at": utc_now()})
+        records = [_fact_record(gate, file, key), _fact_record(gate, changed, dataset_key(fact.account, fact.dataset))]
+        # Another file may come in beside it, or a deletion: the next look says what is to be done then.
+        with contextlib.suppress(OvertakenError):
+            await gate.writer.commit(records, is_in=lambda: gate.view.tables.facts.get(key) == file, turn=while_it_is(gate, now.fact))
+            is_written = True
     await remove_files(gate, [there for there in now.files if there.sha256 not in {other.sha256 for other in kept.files}])
     return file
 
@@ -140,7 +142,7 @@ async def complete(gate: Gate, dataset: Dataset) -> None:
         raise ProblemError(400, f"{dataset.name}: {why}", code=FAILED_PRECONDITION)
     if (fault := dataset.disagreement()) is not None:
         raise ProblemError(400, f"{dataset.name}: {fault}")
-    await write_fact(gate, fact.model_copy(update={"state": "READY", "fault": None, "updated_at": utc_now()}))
+    await write_fact(gate, fact.model_copy(update={"state": "READY", "fault": None, "updated_at": utc_now()}), before=fact)
 
 
 async def remove_files(gate: Gate, files: list[DatasetFile]) -> None:
@@ -165,14 +167,22 @@ async def write_new(gate: Gate, fact: DatasetFact) -> None:
     await gate.writer.commit([_fact_record(gate, fact, key)], is_in=lambda: facts.get(key) == fact, turn=turn)
 
 
-async def write_fact(gate: Gate, fact: DatasetFact) -> None:
-    """Write a dataset's fact.
+async def write_fact(gate: Gate, fact: DatasetFact, *, before: DatasetFact) -> None:
+    """Write a dataset's fact in the place of the one that it was made of.
 
     Raises:
+        OvertakenError: that one is there no more; nothing was changed.
         KafkaUnavailableError: nothing was changed.
     """
     key = dataset_key(fact.account, fact.dataset)
-    await gate.writer.commit([_fact_record(gate, fact, key)], is_in=lambda: gate.view.tables.facts.get(key) == fact)
+    record, turn = _fact_record(gate, fact, key), while_it_is(gate, before)
+    await gate.writer.commit([record], is_in=lambda: gate.view.tables.facts.get(key) == fact, turn=turn)
+
+
+def while_it_is(gate: Gate, fact: DatasetFact) -> Turn:
+    """For what is right only while a dataset is as this fact says: one that was deleted meanwhile must not come back."""
+    key = dataset_key(fact.account, fact.dataset)
+    return Turn(of=fact.account, still=lambda: gate.view.tables.facts.get(key) == fact)
 
 
 def _refusal(asked: Dataset, kept: Dataset, *, completes: bool) -> ProblemError | None:
@@ -193,4 +203,5 @@ def _fact_record(gate: Gate, record: DatasetFact | DatasetFile, key: str) -> Sea
 async def _note_fault(gate: Gate, fact: DatasetFact, fault: str) -> None:
     now = gate.view.tables.facts.get(dataset_key(fact.account, fact.dataset))
     if isinstance(now, DatasetFact) and now.incarnation == fact.incarnation and now.state == "UPLOADING":
-        await write_fact(gate, now.model_copy(update={"fault": fault[:2000], "updated_at": utc_now()}))
+        with contextlib.suppress(OvertakenError):  # it is no longer what the fault is of
+            await write_fact(gate, now.model_copy(update={"fault": fault[:2000], "updated_at": utc_now()}), before=now)

@@ -22,6 +22,7 @@ from headrace.gateway.rlor.dataset_uploads import (
     file_name_of,
     multipart_file,
     remove_files,
+    while_it_is,
     write_fact,
     write_new,
 )
@@ -184,7 +185,7 @@ async def get_upload_endpoint(
             raise ProblemError(400, f"filenameToSize: {name}: {size} bytes: 1 to {settings.max_upload_bytes} are possible: split the file")
     names = tuple(sorted({*found.fact.expected, *body.filename_to_size}))
     if names != found.fact.expected and found.fact.state == "UPLOADING":
-        await write_fact(gate, found.fact.model_copy(update={"expected": names, "updated_at": utc_now()}))
+        await write_fact(gate, found.fact.model_copy(update={"expected": names, "updated_at": utc_now()}), before=found.fact)
     base = str(request.base_url)
     urls = {name: upload_url(settings, base, found.fact, name, size) for name, size in body.filename_to_size.items()}
     return UploadAddresses(filename_to_signed_urls=urls)
@@ -218,12 +219,14 @@ async def get_dataset(account: str, dataset: str, caller: OwnAccount, gate: Open
 @router.delete("/{dataset}")
 async def delete_dataset(account: str, dataset: str, caller: OwnAccount, gate: OpenGate) -> Empty:  # noqa: ARG001 - checks
     """Delete a dataset and its files."""
-    found = find_dataset(await gate.view.fresh(), account, dataset)
     key, topic = dataset_key(account, dataset), gate.settings.topic_names.gateway
-    gone = [Sealed(topic=topic, key=name, value=None) for name in (key, *map(dataset_file_key, found.files))]
-    await gate.writer.commit(gone, is_in=lambda: key not in gate.view.tables.facts)
-    await remove_files(gate, list(found.files))
-    return Empty()
+    while True:
+        found = find_dataset(await gate.view.fresh(), account, dataset)
+        gone = [Sealed(topic=topic, key=name, value=None) for name in (key, *map(dataset_file_key, found.files))]
+        with suppress(OvertakenError):  # a file has come in meanwhile, which is to go as well
+            await gate.writer.commit(gone, is_in=lambda: key not in gate.view.tables.facts, turn=while_it_is(gate, found.fact))
+            await remove_files(gate, list(found.files))
+            return Empty()
 
 
 def _exists(account: str, dataset: str) -> ProblemError:

@@ -163,7 +163,10 @@ async def delete_deployment(
         raise ProblemError(400, said, code=FAILED_PRECONDITION)
     on_it = [fact for fact in tables.facts_under(deployed_model_key(account, "")) if isinstance(fact, DeployedModel)]
     models = [deployed_model_key(account, fact.id) for fact in on_it if fact.deployment == deployment]
-    await _remove(gate, [deployment_key(account, deployment), hot_load_key(account, deployment), *models])
+    key, facts = deployment_key(account, deployment), tables.facts
+    # In the turn of those that change it: what was deleted must not come back with a change that was decided before.
+    turn = Turn(of=f"deployments/{deployment}", still=lambda: facts.get(key) == found.fact)
+    await _remove(gate, [key, hot_load_key(account, deployment), *models], turn)
     return Empty()
 
 
