@@ -242,12 +242,15 @@ class LogWriter:
                 await producer.stop()
         except _FAILURES as error:
             logger.warning("producer %s did not stop cleanly: %r", name, error)
+        # aiokafka tells these, too, that a producer was fenced, and nobody asks them: asyncio would log a traceback of each.
+        batches = [batch for waiting in producer._message_accumulator._batches.values() for batch in waiting]
+        for future in (producer._txn_manager.wait_for_transaction_end(), *(batch._drain_waiter for batch in batches)):
+            if future is not None and future.done():
+                _heard(future)
 
 
 async def _transaction(producer: AIOKafkaProducer, records: Sequence[Sealed]) -> dict[TopicPartition, int]:
     await producer.begin_transaction()
-    # aiokafka tells this future that the producer was fenced, and nobody asks it where a send has failed: asyncio would log a traceback.
-    producer._txn_manager.wait_for_transaction_end().add_done_callback(_heard)
     deliveries: list[asyncio.Future[RecordMetadata]] = []
     for record in records:
         delivery = await producer.send(

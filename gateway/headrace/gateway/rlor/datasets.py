@@ -5,6 +5,7 @@ READY never changes. Gives up: changing one after its creation; splitting, trans
 """
 
 import uuid
+from contextlib import suppress
 from typing import Literal
 
 from fastapi import APIRouter, Request

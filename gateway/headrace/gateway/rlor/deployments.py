@@ -250,7 +250,7 @@ async def _write(gate: Gate, fact: DeploymentFact, *, still: Callable[[], bool])
     await gate.writer.commit([record], is_in=lambda: gate.view.tables.facts.get(key) == fact, turn=turn)
 
 
-async def _remove(gate: Gate, keys: list[str]) -> None:
+async def _remove(gate: Gate, keys: list[str], turn: Turn | None = None) -> None:
     topic = gate.settings.topic_names.gateway
     gone = [Sealed(topic=topic, key=key, value=None) for key in keys]
-    await gate.writer.commit(gone, is_in=lambda: not any(key in gate.view.tables.facts for key in keys))
+    await gate.writer.commit(gone, is_in=lambda: not any(key in gate.view.tables.facts for key in keys), turn=turn)
