@@ -229,6 +229,20 @@ async def test_an_engine_that_fell_silent_is_neither_asked_nor_counted_until_it_
             assert len(killed.asked) == 1
 
 
+async def test_an_engine_whose_clock_is_ahead_falls_silent_all_the_same(settings: Settings, model_id: str) -> None:
+    quick = settings.gateway.model_copy(update={"engine_silence_seconds": 1})
+    async with stand_in() as ahead, stand_in() as other:
+        for engine, name in ((ahead, "ahead"), (other, "other")):
+            said = ack(engine, f"{name}:{model_id}", model_id, 0)
+            await say(settings, settings.topic_names.weight_acks, said.engine_id, said)
+        await lived(settings, "ahead", -3600)  # before the gateway starts, which has nothing else to go by
+        async with running(settings.model_copy(update={"gateway": quick})) as http:
+            await asyncio.sleep(1.5)
+            for _ in range(3):
+                assert (await http.post("/v1/chat/completions", json=chat())).status_code == 200
+    assert (len(ahead.asked), len(other.asked)) == (0, 3)
+
+
 async def test_a_stream_comes_through_marked_and_is_kept_only_when_asked(
     settings: Settings, gateway: httpx.AsyncClient, model_id: str
 ) -> None:

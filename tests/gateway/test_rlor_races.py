@@ -1,7 +1,8 @@
 """Two gateways that are asked for one thing in the same moment: one does it, the other says so."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -9,7 +10,7 @@ import httpx
 import pytest
 from tests.gateway.conftest import running
 from tests.gateway.lane_double import LaneDouble
-from tests.gateway.rlor_calls import ACCOUNT, JOBS, create, dataset, keep_alive, one_shot, state
+from tests.gateway.rlor_calls import ACCOUNT, JOBS, create, dataset, keep_alive, one_shot, rl_line, state
 from tests.gateway.test_rlor_jobs import submitted
 
 from headrace.core.settings import Settings
@@ -120,3 +121,64 @@ async def test_a_deployments_id_is_one_accounts_also_when_two_ask_at_once(settin
             )
         )
         assert codes(answers) == [200, 409], [answer.text for answer in answers]
+
+
+def between_look_and_write(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, do: Callable[[], Awaitable[object]]) -> None:
+    """Have something happen once, when a change has just been found to be still right."""
+    writer = http.gate.writer  # type: ignore[attr-defined]
+    look = writer._look_again
+
+    async def look_and_do(*args: Any) -> None:
+        await look(*args)
+        monkeypatch.setattr(writer, "_look_again", look)
+        await do()
+
+    monkeypatch.setattr(writer, "_look_again", look_and_do)
+
+
+async def test_what_is_deleted_while_it_is_changed_does_not_come_back(
+    gateways: list[httpx.AsyncClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, _ = gateways
+    deployment = f"{ACCOUNT}/deployments/dep"
+    made = await one.post(f"{ACCOUNT}/deployments", params={"deploymentId": "dep"}, json={"baseModel": "tiny"})
+    assert made.status_code == 200, made.text
+    between_look_and_write(one, monkeypatch, lambda: other.delete(deployment))
+    answer = await one.patch(deployment, json={"displayName": "x"})
+    assert (answer.status_code, answer.json().get("code")) == (409, 10), answer.text
+    assert [(await http.get(deployment)).status_code for http in gateways] == [404] * 3
+
+
+async def test_a_file_that_comes_in_while_its_dataset_is_deleted_and_made_anew_is_in_neither(
+    gateways: list[httpx.AsyncClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, _ = gateways
+    body = {"datasetId": "d1", "dataset": {"format": "RL", "userUploaded": {}}}
+    place, files = f"{ACCOUNT}/datasets/d1", {"file": ("data.jsonl", rl_line("2 + 2?", [0, 1]))}
+
+    async def again() -> None:
+        assert (await other.delete(place)).status_code == 200
+        assert (await other.post(f"{ACCOUNT}/datasets", json=body)).status_code == 200
+
+    assert (await one.post(f"{ACCOUNT}/datasets", json=body)).status_code == 200
+    between_look_and_write(one, monkeypatch, again)
+    answer = await one.post(f"{place}:upload", files=files)
+    assert (answer.status_code, "made anew" in answer.text) == (404, True), answer.text
+    assert [(await http.get(place)).json()["state"] for http in gateways] == ["UPLOADING"] * 3
+    # The other way round: what comes in while it is deleted goes as well.
+    between_look_and_write(one, monkeypatch, lambda: other.post(f"{place}:upload", files=files))
+    assert (await one.delete(place)).status_code == 200
+    tables = await other.gate.view.fresh()  # type: ignore[attr-defined]
+    assert not [key for key in tables.facts if key.startswith(("dataset/", "dataset-file/"))]
+
+
+async def test_gateways_that_fence_each_other_leave_no_traceback_behind(
+    gateways: list[httpx.AsyncClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    for n in range(ROUNDS):
+        body = {"datasetId": f"d-{n}", "dataset": {"format": "RL", "userUploaded": {}}}
+        answers = await asyncio.gather(*(http.post(f"{ACCOUNT}/datasets", json=body) for http in gateways))
+        assert codes(answers) == [200, 409, 409], [answer.text for answer in answers]
+    gc.collect()
+    await asyncio.sleep(0)
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
