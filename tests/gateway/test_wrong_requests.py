@@ -1,5 +1,6 @@
 """Wrong requests of every kind: the right status, and a message that says what to do. In both APIs and in inference."""
 
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -228,3 +229,15 @@ def assert_shape(case: Wrong, answer: httpx.Response) -> None:
             assert all(set(fault) == {"loc", "msg", "type"} for fault in body["detail"]), case.name
     if answer.status_code in {409, 501}:
         assert answer.headers["x-should-retry"] == "false", case.name
+
+
+async def test_half_of_a_surrogate_pair_is_a_fault_of_its_field(http: httpx.AsyncClient) -> None:
+    half, headers = "x\ud800", {"Content-Type": "application/json"}
+    model = {"project": "p", "name": "n", "base_model": "tiny"}
+    for path, body, status, field in (
+        (f"{PREVIEW}/models", {**model, "project": half}, 422, "project"),
+        (f"{PREVIEW}/models", {**model, "name": half}, 422, "name"),
+        (f"{RLOR}/datasets", {"datasetId": "d", "dataset": {"externalUrl": f"s3://b/{half}"}}, 400, "externalUrl"),
+    ):
+        answer = await http.post(path, content=json.dumps(body), headers=headers)
+        assert (answer.status_code, field in answer.text) == (status, True), answer.text

@@ -33,6 +33,7 @@ from headrace.gateway.rlor.names import OwnAccount, check_id
 from headrace.gateway.rlor.s3_datasets import check_url
 from headrace.gateway.rlor.signed_uploads import SignedUpload, check_upload, upload_url
 from headrace.gateway.rlor.wire import Empty, Int64, Status, Timestamp, Wire
+from headrace.gateway.texts import Text
 from headrace.schemas.base import utc_now
 from headrace.schemas.rlor_resources import DatasetFact, dataset_file_key, dataset_key
 
@@ -68,7 +69,7 @@ class DatasetObject(Wire):
     status: Status | None = None
     format: Format = "FORMAT_UNSPECIFIED"
     example_count: Int64 | None = Field(default=None, ge=0)
-    external_url: str | None = None
+    external_url: Text | None = None
     user_uploaded: UserUploaded | None = None
 
 
