@@ -246,7 +246,6 @@ def test_a_world_of_a_worker_that_has_many_connections_runs_what_was_handed_over
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_message_that_can_not_be_read_ends_the_rank_instead_of_leaving_it_waiting():
     ours, theirs = multiprocessing.Pipe()
     inbox = Inbox(theirs, lambda _plan: None)

@@ -5,23 +5,27 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 from aiokafka.errors import KafkaConnectionError
 from tests.worker.groups import group
-from tests.worker.stage import Commit, Owner, Stage, offsets_of, until
+from tests.worker.stage import SOON, Commit, Owner, Stage, offsets_of, until
 from tests.worker.test_cut import admit, members, run_of
 
 from headrace.consumers.memory.waiting import Waiting
 from headrace.consumers.steps.ahead import StepAhead
 from headrace.consumers.steps.cut import next_batch
+from headrace.consumers.steps.files import StoredStep, store_step
 from headrace.consumers.steps.foresight import foreseen
+from headrace.core.store import ObjectStore
 from headrace.schemas.commands import DeleteModel
 from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import StepRecord
-from headrace.schemas.weights import WeightsPublished
+from headrace.schemas.weights import WeightsPublished, WeightsRef
 from headrace.trainer.plan import StepPlan, StepResult
 
 staged = pytest.mark.asyncio(loop_scope="session")
@@ -251,6 +255,7 @@ async def test_what_was_begun_of_a_deleted_model_does_not_keep_the_others_of_a_b
         await stage.send(other, *(group(f"o{i}", seed=i, version=None) for i in range(4)))
         async with stage.owner(lane, delete_it):
             await of_other.until(StepRecord, 2)
+            await seen.until_state(lambda state: state.status == "deleted")
         assert [record.step for record in seen.of(StepRecord)] == [1]
     assert begun == [other.model_id]
 
@@ -284,6 +289,33 @@ async def test_what_is_not_wanted_any_more_takes_no_turn_at_the_device(stage: St
     ended.set()
     await holder
     assert stage.world._ranks.alive
+
+
+@staged
+async def test_a_lane_that_may_not_wait_for_what_was_begun_ahead_leaves_the_snapshots_of_its_other_models(stage: Stage) -> None:
+    lane = stage.free_lane()
+    model, other = await stage.model(lane), await stage.model(lane)
+    run = stage.world._run
+
+    async def slow(plan: StepPlan, snapshot: WeightsRef | None) -> StepResult:
+        if (plan.state.model_id, plan.state.step) == (model.model_id, 1):
+            await asyncio.sleep(SOON)
+        return await run(plan, snapshot)
+
+    async def store_for_ever(store: ObjectStore, out_dir: Path, result: StepResult, *more: Any) -> StoredStep:
+        if result.key.model_id == model.model_id:
+            owner.lane.leave()
+            await asyncio.sleep(SOON)
+        return await store_step(store, out_dir, result, *more)
+
+    with mock.patch.object(stage.world, "_run", slow), mock.patch("headrace.consumers.steps.runner.store_step", store_for_ever):
+        async with stage.seen(other) as seen, stage.owner(lane, release_seconds=0.5) as owner:
+            await stage.send(other, *(group(f"o{i}", seed=i, version=None) for i in range(2)))
+            await seen.until(StepRecord, 1)
+            await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(4)))
+            await asyncio.wait({owner.task})
+            async with asyncio.timeout(10):
+                await seen.until_state(lambda state: state.snapshot_step == 1)
 
 
 def test_what_is_foreseen_is_what_the_cut_gives_after_the_commit() -> None:

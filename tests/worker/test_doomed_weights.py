@@ -10,7 +10,7 @@ from headrace.consumers.memory.model_run import ModelRun
 from headrace.consumers.steps.doomed_weights import WeightsDeleter, doom, due, is_doomed
 from headrace.consumers.steps.kl_references import KlReferences, ReferencedStep, ReferenceMissingError
 from headrace.core.settings import S3Settings
-from headrace.core.store import ObjectStore, open_store
+from headrace.core.store import ObjectStore, open_store, store_folder
 from headrace.schemas.state import ModelState
 from headrace.trainer.options import KlOptions
 
@@ -88,6 +88,23 @@ async def test_only_what_is_due_goes_and_is_forgotten(store: ObjectStore) -> Non
     assert [batch.steps for batch in run.doomed] == [((3, 3),)]
     committed(run)
     assert due(run) == []
+
+
+async def test_the_reference_of_the_step_that_runs_stays_while_the_next_one_fetches_its_own(store: ObjectStore, tmp_path: Path) -> None:
+    references = KlReferences({}, "steps", 0, store, tmp_path / "references")
+    for step in (1, 2, 3):
+        folder = tmp_path / f"weights-{step}"
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_bytes(bytes([step]))
+        key = f"models/other/i/weights/{step:08}-x"
+        _, ref = store_folder(store, key, folder, kind="weights", model_id="other", incarnation="i", step=step, attempt="x")
+        references._weights["other", "i", step] = ref
+    needed = ReferencedStep(model_id="other", incarnation="i", version=3)
+    left = [[1], [1, 2], [2, 3]]
+    for step in (1, 2, 3):
+        await references.of(needed, KlOptions(coef=1.0, reference_step=step))
+        files = sorted((tmp_path / "references").rglob("adapter_model.safetensors"))
+        assert sorted(file.read_bytes()[0] for file in files) == left[step - 1]
 
 
 async def test_no_step_begins_with_doomed_weights_as_its_reference(store: ObjectStore, tmp_path: Path) -> None:

@@ -61,8 +61,10 @@ class Inbox:
                         self._messages.put(message)
         except (EOFError, OSError):
             pass
+        except Exception:
+            logger.exception("a message can't be read, and none behind it: this rank ends")
         finally:
-            self._messages.put(None)  # also where a message can't be read: nobody would read the next one
+            self._messages.put(None)
 
     def _keep(self, plan: StepPlan) -> None:
         self._ahead = plan

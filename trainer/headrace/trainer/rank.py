@@ -170,7 +170,7 @@ class RankWorld:
             looking.register(pipe, select.POLLOUT)
         return len(looking.poll(0)) == len(self._pipes)
 
-    def _send(self, plan: StepPlan | SavePlan, ours: bool) -> None:  # noqa: FBT001 - a thread's argument
+    def _send(self, plan: StepPlan | SavePlan, ours: bool) -> None:
         if not ours:
             self._sending.acquire()
         first: StepPlan | SavePlan | HandedOver = plan

@@ -79,7 +79,7 @@ class LaneTraining:
 
     def leave(self) -> None:
         """Begin no step any more; `run` returns after the one that runs, and the one that was begun ahead of its commit."""
-        self.leaving = True
+        self.leaving = self._steps.ahead.leaving = True
         self._book.changed.set()
 
     def _next(self) -> tuple[ModelRun, Batch | None] | None:

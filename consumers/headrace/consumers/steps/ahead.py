@@ -92,6 +92,8 @@ class StepAhead:
     def __init__(self, world: TrainerWorld) -> None:
         self._world = world
         self._begun: Begun | None = None
+        self.leaving = False
+        """What is dropped gets no time to end: snapshots are to be stored in what is left of `release_seconds`."""
         self._ending: set[asyncio.Task[None]] = set()
 
     @property
@@ -122,7 +124,7 @@ class StepAhead:
         """It is not wanted. What is nearly done may end on the device; what is not, ends with its ranks; what waits takes no turn."""
         begun, self._begun = self._begun, None
         if begun is not None:
-            grace = _GRACE_SECONDS if self._world.has_turn(begun.plan) else 0.0
+            grace = _GRACE_SECONDS if self._world.has_turn(begun.plan) and not self.leaving else 0.0
             ending = asyncio.create_task(_end(begun, grace), name="ahead-ends")
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)

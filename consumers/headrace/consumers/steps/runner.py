@@ -34,7 +34,6 @@ from headrace.consumers.steps.records import StepOutcome, committed_step
 from headrace.consumers.steps.report import build_report
 from headrace.consumers.steps.rerun import StepReruns
 from headrace.consumers.steps.world import StateNotHeldError, TrainerWorld, base_source
-from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
 from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError, ObjectStore
