@@ -124,15 +124,18 @@ class StepAhead:
         """It is not wanted. What is nearly done may end on the device; what is not, ends with its ranks; what waits takes no turn."""
         begun, self._begun = self._begun, None
         if begun is not None:
-            grace = _GRACE_SECONDS if self._world.has_turn(begun.plan) and not self.leaving else 0.0
+            grace: float | None = 0.0
+            if self._world.has_turn(begun.plan):
+                # Under a launcher the end of ranks is the launcher's to judge, and this worker's end, too.
+                grace = None if self._world.launched else 0.0 if self.leaving else _GRACE_SECONDS
             ending = asyncio.create_task(_end(begun, grace), name="ahead-ends")
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
 
 
-async def _end(begun: Begun, grace: float) -> None:
+async def _end(begun: Begun, grace: float | None) -> None:
     try:
-        if grace:
+        if grace != 0.0:
             await asyncio.wait({begun.task}, timeout=grace)
     finally:
         begun.task.cancel()

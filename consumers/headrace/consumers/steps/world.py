@@ -58,7 +58,8 @@ class TrainerWorld:
         self._store = store
         self._turn = asyncio.Lock()  # fair: first come, first served
         launcher = seat_of_launcher()
-        self._launched = launcher is not None
+        self.launched = launcher is not None
+        """A launcher (torchrun, deepspeed) started the other ranks."""
         self._shape = world_settings(settings, None if launcher is None else launcher[0])
         self.lost = asyncio.Event()
         """A world that a launcher started is broken: this process must end."""
@@ -71,7 +72,7 @@ class TrainerWorld:
         self._forgetting: set[asyncio.Task[None]] = set()
 
     def _new_world(self) -> RankWorld:
-        ranks = RankWorld(self._shape, launched=self._launched)
+        ranks = RankWorld(self._shape, launched=self.launched)
         ranks.start()
         return ranks
 
@@ -117,7 +118,7 @@ class TrainerWorld:
             await self._park(self._resident)
         if not self._ranks.alive:
             self._resident = None
-            if self._launched:  # nobody's step is to blame
+            if self.launched:  # nobody's step is to blame
                 self.lost.set()
                 raise WorldLostError
             await self._replace()
@@ -130,7 +131,7 @@ class TrainerWorld:
             logger.info("step %d of %s is cancelled", plan.state.step + 1, plan.state.model_id)
             raise
         finally:
-            if self._launched and not self._ranks.alive:
+            if self.launched and not self._ranks.alive:
                 self.lost.set()
             if load_from is not None and load_from.parent != self._parking:
                 await asyncio.to_thread(shutil.rmtree, load_from, ignore_errors=True)
@@ -180,7 +181,7 @@ class TrainerWorld:
             for model_id in model_ids:
                 if (parked := self._parked.pop(model_id, None)) is not None:
                     await asyncio.to_thread(shutil.rmtree, self._parked_at(parked), ignore_errors=True)
-                if self._resident is not None and self._resident.model_id == model_id and not self._launched:
+                if self._resident is not None and self._resident.model_id == model_id and not self.launched:
                     self._resident = None
                     self._ranks.drop()
 
@@ -239,7 +240,7 @@ class TrainerWorld:
         """End the ranks."""
         for task in self._forgetting:
             task.cancel()
-        if not self._launched:  # there, rank 0 must say goodbye to those that it did not start
+        if not self.launched:  # there, rank 0 must say goodbye to those that it did not start
             self._ranks.kill()
         await asyncio.to_thread(self._ranks.close)
 
