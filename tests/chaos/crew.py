@@ -108,6 +108,7 @@ class WorkerProcess:
         """SIGKILL to the worker alone; its ranks end with it by the kernel's hand, as they must."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGCONT)  # multiprocessing's tracker, stopped with it, would never see that all have ended
         self._process.join(30)
 
     async def end(self, seconds: float = 60) -> int | None:

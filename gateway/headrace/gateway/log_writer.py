@@ -45,9 +45,10 @@ _FAILURES = (KafkaError, IllegalOperation, TimeoutError, AssertionError, OSError
 """Of a transaction. The second, no KafkaError, is what aiokafka raises for a send into a transaction that has failed meanwhile."""
 _TURN_IDS = 16
 """The same in every gateway, or two would not fence each other."""
-_TURN_ATTEMPTS = 8
+_TURN_ATTEMPTS = 14
 _FENCED_SECONDS = 0.02
-"""At most, after the first time; doubled with each."""
+"""At most, after the first time; doubled with each, up to the next."""
+_FENCED_SECONDS_MOST = 2.0
 
 
 class OvertakenError(HeadraceError):
@@ -173,7 +174,7 @@ class LogWriter:
             except _FAILURES as error:
                 await self._drop(name)
                 if turn is not None:  # fenced, as a rule: by a gateway that may go first
-                    await asyncio.sleep(random.uniform(0, _FENCED_SECONDS * 2**attempt))
+                    await asyncio.sleep(random.uniform(0, min(_FENCED_SECONDS_MOST, _FENCED_SECONDS * 2**attempt)))
                 elif isinstance(error, ProducerFenced | InvalidProducerEpoch):
                     logger.warning("another gateway has the name %s: give each its own gateway.instance", name)
                 if await self._cleared_up(name, error, records, is_in):
