@@ -14,7 +14,7 @@ import logging
 import random
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -63,6 +63,11 @@ class Turn:
     """Of these, one change at a time is written, in all gateways together: an account, …"""
     still: Callable[[], bool]
     """Whether the view's tables are as they were when the change was decided. Of topic `gateway`, and written in this turn only."""
+
+    @classmethod
+    def while_unchanged(cls, of: str, facts: Mapping[str, BaseModel], were: Mapping[str, BaseModel | None]) -> "Turn":
+        """For a change that rests on some facts, by their keys: as they were when it was decided; None: there was none."""
+        return cls(of=of, still=lambda: all(facts.get(key) == fact for key, fact in were.items()))
 
 
 _ALL_WAIT = "all transactions of this gateway wait for Kafka: nothing was written; try again"

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
+from headrace.gateway.facts import write_fact
 from headrace.gateway.gate import OpenGate
-from headrace.gateway.log_writer import Turn, sealed
+from headrace.gateway.log_writer import Turn
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.bodies import object_of, read_as
 from headrace.gateway.rlor.job_facts import KIND, Job, changing, find_job
@@ -112,10 +113,7 @@ async def promote(account: str, checkpoint: str, request: Request, caller: OwnAc
         output = output_model(tables, gate, account, asked.output_model, "output_model")
         alias = ModelAlias(account=account, id=output, job=job_id, model_id=job.fact.model_id, version=version, owner=caller.owner)
         key = model_alias_key(account, output)
-        record = sealed(alias, topic=gate.settings.topic_names.gateway, key=key)
-        facts = gate.view.tables.facts
-        turn = Turn(of=account, still=lambda: key not in facts)
-        await gate.writer.commit([record], is_in=lambda: facts.get(key) == alias, turn=turn)
+        await write_fact(gate, alias, turn=Turn.while_unchanged(account, gate.view.tables.facts, {key: None}))
     return Promoted(model=PromotedModel(name=name_of(account, "models", output), kind=_kind(job, "HF_PEFT_ADDON", "HF_BASE_MODEL")))
 
 

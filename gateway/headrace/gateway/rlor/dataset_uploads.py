@@ -18,8 +18,9 @@ from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect
 
 from headrace.core.store import StoreError
+from headrace.gateway.facts import fact_record, write_fact
 from headrace.gateway.gate import Gate
-from headrace.gateway.log_writer import OvertakenError, Sealed, Turn, sealed
+from headrace.gateway.log_writer import OvertakenError, Turn
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.dataset_facts import Dataset, find_dataset
 from headrace.gateway.rlor.dataset_files import delete_files, take_in
@@ -118,7 +119,7 @@ async def add_file(gate: Gate, dataset: Dataset, name: str, spool: IO[bytes], *,
             await remove_files(gate, [] if same else [file])  # an object is named by its content
             raise refusal
         changed = now.fact.model_copy(update={"fault": None, "state": "READY" if completes else "UPLOADING", "updated_at": utc_now()})
-        records = [_fact_record(gate, file, key), _fact_record(gate, changed, dataset_key(fact.account, fact.dataset))]
+        records = [fact_record(gate, file), fact_record(gate, changed)]
         # Another file may come in beside it, or a deletion: the next look says what is to be done then.
         with contextlib.suppress(OvertakenError):
             await gate.writer.commit(records, is_in=lambda: gate.view.tables.facts.get(key) == file, turn=while_it_is(gate, now.fact))
@@ -142,7 +143,7 @@ async def complete(gate: Gate, dataset: Dataset) -> None:
         raise ProblemError(400, f"{dataset.name}: {why}", code=FAILED_PRECONDITION)
     if (fault := dataset.disagreement()) is not None:
         raise ProblemError(400, f"{dataset.name}: {fault}")
-    await write_fact(gate, fact.model_copy(update={"state": "READY", "fault": None, "updated_at": utc_now()}), before=fact)
+    await write_change(gate, fact.model_copy(update={"state": "READY", "fault": None, "updated_at": utc_now()}), before=fact)
 
 
 async def remove_files(gate: Gate, files: list[DatasetFile]) -> None:
@@ -162,27 +163,24 @@ async def write_new(gate: Gate, fact: DatasetFact) -> None:
         OvertakenError: somebody has, meanwhile.
         KafkaUnavailableError: nothing was changed.
     """
-    facts, key = gate.view.tables.facts, dataset_key(fact.account, fact.dataset)
-    turn = Turn(of=fact.account, still=lambda: key not in facts)
-    await gate.writer.commit([_fact_record(gate, fact, key)], is_in=lambda: facts.get(key) == fact, turn=turn)
+    key = dataset_key(fact.account, fact.dataset)
+    await write_fact(gate, fact, turn=Turn.while_unchanged(fact.account, gate.view.tables.facts, {key: None}))
 
 
-async def write_fact(gate: Gate, fact: DatasetFact, *, before: DatasetFact) -> None:
+async def write_change(gate: Gate, fact: DatasetFact, *, before: DatasetFact) -> None:
     """Write a dataset's fact in the place of the one that it was made of.
 
     Raises:
         OvertakenError: that one is there no more; nothing was changed.
         KafkaUnavailableError: nothing was changed.
     """
-    key = dataset_key(fact.account, fact.dataset)
-    record, turn = _fact_record(gate, fact, key), while_it_is(gate, before)
-    await gate.writer.commit([record], is_in=lambda: gate.view.tables.facts.get(key) == fact, turn=turn)
+    await write_fact(gate, fact, turn=while_it_is(gate, before))
 
 
 def while_it_is(gate: Gate, fact: DatasetFact) -> Turn:
     """For what is right only while a dataset is as this fact says: one that was deleted meanwhile must not come back."""
     key = dataset_key(fact.account, fact.dataset)
-    return Turn(of=fact.account, still=lambda: gate.view.tables.facts.get(key) == fact)
+    return Turn.while_unchanged(fact.account, gate.view.tables.facts, {key: fact})
 
 
 def _refusal(asked: Dataset, kept: Dataset, *, completes: bool) -> ProblemError | None:
@@ -196,12 +194,8 @@ def _refusal(asked: Dataset, kept: Dataset, *, completes: bool) -> ProblemError 
     return None
 
 
-def _fact_record(gate: Gate, record: DatasetFact | DatasetFile, key: str) -> Sealed:
-    return sealed(record, topic=gate.settings.topic_names.gateway, key=key)
-
-
 async def _note_fault(gate: Gate, fact: DatasetFact, fault: str) -> None:
     now = gate.view.tables.facts.get(dataset_key(fact.account, fact.dataset))
     if isinstance(now, DatasetFact) and now.incarnation == fact.incarnation and now.state == "UPLOADING":
         with contextlib.suppress(OvertakenError):  # it is no longer what the fault is of
-            await write_fact(gate, now.model_copy(update={"fault": fault[:2000], "updated_at": utc_now()}), before=now)
+            await write_change(gate, now.model_copy(update={"fault": fault[:2000], "updated_at": utc_now()}), before=now)

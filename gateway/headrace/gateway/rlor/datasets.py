@@ -24,7 +24,7 @@ from headrace.gateway.rlor.dataset_uploads import (
     multipart_file,
     remove_files,
     while_it_is,
-    write_fact,
+    write_change,
     write_new,
 )
 from headrace.gateway.rlor.lists import Asked, listed
@@ -187,7 +187,7 @@ async def get_upload_endpoint(
             raise ProblemError(400, f"filenameToSize: {name}: {size} bytes: 1 to {settings.max_upload_bytes} are possible: split the file")
     names = tuple(sorted({*found.fact.expected, *body.filename_to_size}))
     if names != found.fact.expected and found.fact.state == "UPLOADING":
-        await write_fact(gate, found.fact.model_copy(update={"expected": names, "updated_at": utc_now()}), before=found.fact)
+        await write_change(gate, found.fact.model_copy(update={"expected": names, "updated_at": utc_now()}), before=found.fact)
     base = str(request.base_url)
     urls = {name: upload_url(settings, base, found.fact, name, size) for name, size in body.filename_to_size.items()}
     return UploadAddresses(filename_to_signed_urls=urls)

@@ -11,8 +11,9 @@ from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
+from headrace.gateway.facts import fact_record, write_fact
 from headrace.gateway.gate import OpenGate
-from headrace.gateway.log_writer import Sealed, sealed
+from headrace.gateway.log_writer import Sealed
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.deployed_facts import Deployed, DeployedState, deployed, deployed_of
 from headrace.gateway.rlor.deployment_facts import find_deployment
@@ -99,7 +100,7 @@ async def load_model(
     )
     topic, key = gate.settings.topic_names.gateway, deployed_model_key(account, fact.id)
     others = [other.fact for other in deployed_of(tables, account, deployment=on.fact.id) if other.fact.id != fact.id]
-    records = [sealed(fact, topic=topic, key=key)]
+    records = [fact_record(gate, fact)]
     if replace_merged_addon:
         records += [Sealed(topic=topic, key=deployed_model_key(account, other.id), value=None) for other in others]
     await gate.writer.commit(records, is_in=lambda: gate.view.tables.facts.get(key) == fact)
@@ -131,10 +132,7 @@ async def unload_model(account: str, deployed_model: str, caller: OwnAccount, ga
     """Ask the engines to have it no longer: UNDEPLOYING until they have said so, then gone."""
     found = _found(await gate.view.fresh(), account, deployed_model)
     if found.fact.removed_at is None:
-        key = deployed_model_key(account, found.fact.id)
-        fact = found.fact.model_copy(update={"removed_at": utc_now()})
-        record = sealed(fact, topic=gate.settings.topic_names.gateway, key=key)
-        await gate.writer.commit([record], is_in=lambda: gate.view.tables.facts.get(key) == fact)
+        await write_fact(gate, found.fact.model_copy(update={"removed_at": utc_now()}))
     return Empty()
 
 

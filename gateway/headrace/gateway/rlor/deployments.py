@@ -7,14 +7,14 @@ telling whether an engine is gone that never said it would say that it lives.
 """
 
 import uuid
-from collections.abc import Callable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
+from headrace.gateway.facts import write_fact
 from headrace.gateway.gate import Gate, OpenGate
-from headrace.gateway.log_writer import OvertakenError, Sealed, Turn, sealed
+from headrace.gateway.log_writer import OvertakenError, Sealed, Turn
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.bodies import object_of, read_as
 from headrace.gateway.rlor.deployed_facts import deployed_of
@@ -90,7 +90,8 @@ async def create_deployment(
     fact = DeploymentFact(account=account, id=deployment, owner=caller.owner, base_model=base_model, request=_normal(fields))
     if not validate_only:
         try:
-            await _write(gate, fact, still=lambda: _taken(tables, account, deployment) is None)
+            turn = Turn(of=_turn_of(deployment), still=lambda: _taken(tables, account, deployment) is None)
+            await write_fact(gate, fact, turn=turn)
         except OvertakenError as error:
             raise (_taken(tables, account, deployment) or error) from None
     return answered(_shown(gate.view.tables, deployment_of(fact)), "")
@@ -165,7 +166,7 @@ async def delete_deployment(
     models = [deployed_model_key(account, fact.id) for fact in on_it if fact.deployment == deployment]
     key, facts = deployment_key(account, deployment), tables.facts
     # In the turn of those that change it: what was deleted must not come back with a change that was decided before.
-    turn = Turn(of=f"deployments/{deployment}", still=lambda: facts.get(key) == found.fact)
+    turn = Turn.while_unchanged(_turn_of(deployment), facts, {key: found.fact})
     await _remove(gate, [key, hot_load_key(account, deployment), *models], turn)
     return Empty()
 
@@ -186,7 +187,8 @@ async def _change(gate: Gate, account: str, deployment: str, changes: dict[str, 
     if _checked(gate, tables, account, fields) != found.fact.base_model:
         raise ProblemError(400, f"baseModel: that of {found.name} can't be changed: create another deployment")
     fact = found.fact.model_copy(update={"request": _normal(fields), "updated_at": utc_now()})
-    await _write(gate, fact, still=lambda: tables.facts.get(deployment_key(account, deployment)) == found.fact)
+    turn = Turn.while_unchanged(_turn_of(deployment), tables.facts, {deployment_key(account, deployment): found.fact})
+    await write_fact(gate, fact, turn=turn)
     return answered(_shown(gate.view.tables, deployment_of(fact)), "")
 
 
@@ -242,12 +244,9 @@ def _taken(tables: Tables, account: str, deployment: str) -> ProblemError | None
     return None
 
 
-async def _write(gate: Gate, fact: DeploymentFact, *, still: Callable[[], bool]) -> None:
-    key = deployment_key(fact.account, fact.id)
-    record = sealed(fact, topic=gate.settings.topic_names.gateway, key=key)
-    # An id is one account's: those of all accounts take turns.
-    turn = Turn(of=f"deployments/{fact.id}", still=still)
-    await gate.writer.commit([record], is_in=lambda: gate.view.tables.facts.get(key) == fact, turn=turn)
+def _turn_of(deployment: str) -> str:
+    """An id is one account's: those of all accounts take turns."""
+    return f"deployments/{deployment}"
 
 
 async def _remove(gate: Gate, keys: list[str], turn: Turn | None = None) -> None:

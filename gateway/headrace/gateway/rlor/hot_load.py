@@ -11,15 +11,15 @@ from fastapi import APIRouter, Header
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.gateway.access import KnownCaller
+from headrace.gateway.facts import write_fact
 from headrace.gateway.gate import OpenGate
-from headrace.gateway.log_writer import sealed
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.deployment_facts import Deployment, LoadTarget, Replica, find_deployment, load_target, replicas_of
 from headrace.gateway.rlor.names import PROJECT
 from headrace.gateway.rlor.snapshots import find_snapshot, identity_of
 from headrace.gateway.rlor.wire import Empty
 from headrace.gateway.tables import Tables
-from headrace.schemas.deployments import HotLoad, PromptCacheReset, hot_load_key
+from headrace.schemas.deployments import HotLoad, PromptCacheReset
 from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
 
 router = APIRouter(tags=["RLOR: hot load"])
@@ -117,9 +117,7 @@ async def hot_load(body: HotLoadRequest, caller: KnownCaller, gate: OpenGate, fi
     fact = HotLoad(
         account=caller.account, deployment=deployment.fact.id, published=version, identity=body.identity, reset_prompt_cache=reset
     )
-    key = hot_load_key(caller.account, deployment.fact.id)
-    record = sealed(fact, topic=gate.settings.topic_names.gateway, key=key)
-    await gate.writer.commit([record], is_in=lambda: gate.view.tables.facts.get(key) == fact)
+    await write_fact(gate, fact)
     return Empty()
 
 

@@ -16,9 +16,10 @@ from pydantic import BaseModel
 
 from headrace.core.lanes import lane_of
 from headrace.core.settings import S3Settings
+from headrace.gateway.facts import fact_record
 from headrace.gateway.gate import Gate
 from headrace.gateway.job_records import job_records
-from headrace.gateway.log_writer import Sealed, Turn, sealed
+from headrace.gateway.log_writer import Sealed, Turn
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.dataset_facts import ready_dataset
 from headrace.gateway.rlor.deployment_facts import snapshot_folder
@@ -123,7 +124,7 @@ async def prepare(gate: Gate, tables: Tables, fact: RlorJob, fields: JobFields, 
         about = GatewayJob(job_id=job_id, model_id=fact.model_id, account=account, owner=owner, api="rlor", content=content)
         records += [*groups, *job_records(training, about, topics=topics, lane=lane)]
     alias = ModelAlias(account=account, id=output, job=fact.id, model_id=fact.model_id, training_job=ids[-1], owner=owner)
-    records.append(sealed(alias, topic=topics.gateway, key=output_key))
+    records.append(fact_record(gate, alias))
     step = RlorStep(
         dataset=data.dataset.fact.dataset,
         output_model=output,
@@ -175,16 +176,13 @@ async def write_job(
     """
     facts, key = gate.view.tables.facts, rlor_job_key(fact.account, fact.id)
 
-    def still() -> bool:
-        return all(facts.get(of) == was for of, was in {**named, key: before}.items())
-
     def is_in() -> bool:
         now = facts.get(key)
         is_new = not isinstance(before, RlorJob) or before.nonce != fact.nonce
         return now == fact or (is_new and isinstance(now, RlorJob) and now.nonce == fact.nonce)
 
-    own = sealed(fact, topic=gate.settings.topic_names.gateway, key=key)
-    await gate.writer.commit([*records, own], is_in=is_in, turn=Turn(of=fact.account, still=still))
+    turn = Turn.while_unchanged(fact.account, facts, {**named, key: before})
+    await gate.writer.commit([*records, fact_record(gate, fact)], is_in=is_in, turn=turn)
 
 
 def _access(gate: Gate, fact: RlorJob) -> S3Settings | None:

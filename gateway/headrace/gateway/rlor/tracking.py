@@ -24,8 +24,8 @@ from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
 from headrace.core.kept import kept_or_none
 from headrace.core.polling import poll, readable
+from headrace.gateway.facts import write_fact
 from headrace.gateway.gate import Gate
-from headrace.gateway.log_writer import sealed
 from headrace.gateway.rlor.job_facts import job_of
 from headrace.gateway.rlor.job_fields import JobFields, WandbConfig
 from headrace.gateway.rlor.job_state import OVER
@@ -66,12 +66,11 @@ async def tracking(gate: Gate) -> AsyncIterator[None]:
 
 async def note_run(gate: Gate, job: RlorJob, url: str) -> None:
     """Have every gateway show where a job's metrics are. Raises KafkaUnavailableError."""
-    facts, key = gate.view.tables.facts, rlor_run_key(job.account, job.id)
     run = RlorRun(account=job.account, job=job.id, nonce=job.nonce, url=url)
-    known = facts.get(key)
+    known = gate.view.tables.facts.get(rlor_run_key(job.account, job.id))
     if not url or (isinstance(known, RlorRun) and (known.nonce, known.url) == (run.nonce, run.url)):
         return
-    await gate.writer.commit([sealed(run, topic=gate.settings.topic_names.gateway, key=key)], is_in=lambda: facts.get(key) == run)
+    await write_fact(gate, run)
 
 
 class _Tracker:
