@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from headrace.core.kafka import ClientOptions
 from headrace.core.lanes import lane_of
-from headrace.core.model_views import fold
+from headrace.core.model_views import fold, latest_states
 from headrace.core.models import (
     ModelNotReadyError,
     ModelRefusedError,
@@ -123,7 +123,7 @@ async def test_a_command_that_its_owner_has_read_is_not_folded_again(settings: S
     await as_owner(settings, options, view.model_id, deletion.command[1] + 1)  # the owner refused it, say
     states, commands = [await read_to_end(options, topic) for topic in (settings.topic_names.models, settings.topic_names.commands)]
     assert len(commands) == 2
-    assert fold(states, commands)[view.model_id].status == "active"
+    assert fold(latest_states(states), commands)[view.model_id].status == "active"
 
 
 async def test_commands_that_retention_took_do_not_stop_the_reading(settings: Settings, options: ClientOptions) -> None:

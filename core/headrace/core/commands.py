@@ -4,15 +4,14 @@ Guarantees: a command stands in the lane of its model; it is taken up when the l
 what came of it. Gives up: to know whether a worker is alive; a command waits in the log for the next one.
 """
 
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
 
 from aiokafka import AIOKafkaProducer, ConsumerRecord
 
 from headrace.core.kafka import ClientOptions, client_options, plain_errors
-from headrace.core.kept import latest_kept
 from headrace.core.lanes import lane_of
-from headrace.core.model_views import STATES, latest_states
+from headrace.core.model_views import State, kept_states, latest_states
 from headrace.core.reading import OffsetLostError, follow, read_to_end
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import lane_count
@@ -58,7 +57,8 @@ async def read_lanes(
 ) -> tuple[list[ConsumerRecord], list[ConsumerRecord]]:
     """All of `models`, and the commands that no owner has read, of these lanes (None: of all); each partition in offset order."""
     states = await read_to_end(options, topics.models, lanes)
-    start = {lane: through for lane, through in commands_through(states).items() if lanes is None or lane in lanes}
+    of_lanes = latest_states(record for record in states if record.key is not None and record.key.startswith(b"lane:"))
+    start = {lane: through for lane, through in commands_through(of_lanes).items() if lanes is None or lane in lanes}
     try:
         commands = await read_to_end(options, topics.commands, lanes, start=start)
     except OffsetLostError:  # no owner for longer than commands are kept: what is left is all there is
@@ -66,17 +66,17 @@ async def read_lanes(
     return states, commands
 
 
-def commands_through(states: Collection[ConsumerRecord]) -> dict[int, int]:
-    """By lane the offset below which its owner has read the commands, from records of `models`."""
-    of_lanes = [record for record in states if record.key is not None and record.key.startswith(b"lane:")]
-    return {state.lane: state.commands_through for state in latest_states(of_lanes) if isinstance(state, LaneState)}
+def commands_through(states: Iterable[State]) -> dict[int, int]:
+    """By lane the offset below which its owner has read the commands."""
+    return {state.lane: state.commands_through for state in states if isinstance(state, LaneState)}
 
 
-async def lane_states(settings: Settings, lane: int) -> AsyncGenerator[list[ConsumerRecord]]:
-    """The latest records of a lane's `models`, again after each batch that comes; does not end. Close it (`aclosing`)."""
+async def lane_states(settings: Settings, lane: int) -> AsyncGenerator[list[State]]:
+    """The latest states of a lane, again after each batch that comes; does not end. Close it (`aclosing`)."""
     records: list[ConsumerRecord] = []
     options = client_options(settings.kafka, "headrace-commands")
     async with aclosing(follow(options, settings.topic_names.models, lane)) as batches:
         async for batch in batches:
-            records = [record for record, _ in latest_kept(records + batch, STATES)]
-            yield records
+            kept = kept_states(records + batch)
+            records = [record for record, _ in kept]
+            yield [state for _, state in kept]

@@ -122,9 +122,9 @@ async def wait_for_job(settings: Settings, view: JobView, seconds: float) -> Job
         return view
     lane, offset = view.command
     try:
-        async with deadline(seconds), aclosing(lane_states(settings, lane)) as states:
-            async for records in states:
-                if commands_through(records).get(lane, 0) > offset:
+        async with deadline(seconds), aclosing(lane_states(settings, lane)) as batches:
+            async for states in batches:
+                if commands_through(states).get(lane, 0) > offset:
                     break
             found = (await _read(settings)).get(view.job_id)
     except TimeoutError as error:

@@ -23,6 +23,7 @@ from headrace.schemas.weights import WeightsRef
 
 _NAMESPACE = uuid.UUID("0f4c9a52-43cf-5d47-a1a5-6a2d3d2f4f0e")
 
+State = ModelState | LaneState
 STATES = (ModelState, LaneState)
 """What `models` carries."""
 Status = Literal["creating", "active", "stopped", "diverged", "resuming", "deleting", "deleted"]
@@ -50,12 +51,17 @@ class ModelView:
     command: tuple[int, int] | None = None
     """(lane, offset) of the last command that no owner has read yet."""
 
+    @property
+    def incarnation(self) -> str | None:
+        """The one that lives; None while it is being created: a model that is created anew still has the state of the one before it."""
+        return None if self.state is None or self.status == "creating" else self.state.incarnation
 
-def fold(states: list[ConsumerRecord], commands: list[ConsumerRecord]) -> dict[str, ModelView]:
-    """Views by model id, from records of `models` and of `commands`, each partition in offset order; what is not ours is left out."""
+
+def fold(states: Iterable[State], commands: Iterable[ConsumerRecord]) -> dict[str, ModelView]:
+    """Views by model id, from `latest_states` and records of `commands`, each partition in offset order; what is not ours is left out."""
     views: dict[str, ModelView] = {}
     through: dict[int, int] = {}
-    for state in latest_states(states):
+    for state in states:
         if isinstance(state, LaneState):
             through[state.lane] = state.commands_through
         else:
@@ -76,26 +82,31 @@ def fold(states: list[ConsumerRecord], commands: list[ConsumerRecord]) -> dict[s
     return views
 
 
-def open_state(record: ConsumerRecord) -> ModelState | LaneState:
+def open_state(record: ConsumerRecord) -> State:
     """A record of `models`. Raises as `open_kept`."""
-    return cast("ModelState | LaneState", open_kept(record, STATES))
+    return cast("State", open_kept(record, STATES))
 
 
-def latest_states(records: Iterable[ConsumerRecord], *, strict: bool = False) -> list[ModelState | LaneState]:
-    """The states that records of `models` come to, those that stand on a lane which is not theirs left out. Otherwise as `latest_kept`."""
-    found = [(record, cast("ModelState | LaneState", state)) for record, state in latest_kept(records, STATES, strict=strict)]
+def latest_states(records: Iterable[ConsumerRecord], *, strict: bool = False) -> list[State]:
+    """The states that records of `models` come to. As `kept_states`."""
+    return [state for _, state in kept_states(records, strict=strict)]
+
+
+def kept_states(records: Iterable[ConsumerRecord], *, strict: bool = False) -> list[tuple[ConsumerRecord, State]]:
+    """The records of `models` that count, opened; those on a lane which is not theirs are left out. Otherwise as `latest_kept`."""
+    found = [(record, cast("State", state)) for record, state in latest_kept(records, STATES, strict=strict)]
     # A lane's owner writes the lane's own record with each state of a model.
     counts = {record.partition: state.partitions for record, state in found if isinstance(state, LaneState)}
     states = []
     for record, state in found:
         if at_home(state, record.partition, counts.get(record.partition)):
-            states.append(state)
+            states.append((record, state))
         else:
             leave_out(record, "it does not belong to this partition")
     return states
 
 
-def at_home(state: ModelState | LaneState, partition: int, lanes: int | None) -> bool:
+def at_home(state: State, partition: int, lanes: int | None) -> bool:
     """Whether a state belongs to the partition that it stands in; of a model, as far as the number of lanes is known."""
     if isinstance(state, LaneState):
         return state.lane == partition

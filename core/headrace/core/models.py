@@ -17,7 +17,7 @@ from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
-from headrace.core.model_views import ModelView, created_view, fold
+from headrace.core.model_views import ModelView, created_view, fold, latest_states
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import lane_count
 from headrace.schemas.commands import CreateModel, DeleteModel, ResumeModel
@@ -228,10 +228,10 @@ async def wait_for_model(settings: Settings, view: ModelView, seconds: float) ->
     lane, offset = view.command
     taken_up = False
     try:
-        async with deadline(seconds), aclosing(lane_states(settings, lane)) as states:
-            async for records in states:
-                now = fold(records, []).get(view.model_id)
-                taken_up = commands_through(records).get(lane, 0) > offset
+        async with deadline(seconds), aclosing(lane_states(settings, lane)) as batches:
+            async for states in batches:
+                now = fold(states, []).get(view.model_id)
+                taken_up = commands_through(states).get(lane, 0) > offset
                 # The lane's record and the model's are of one transaction, but may come in two batches.
                 if taken_up and now is not None and now.status in reached and (now.state is None or now.state.rebasing is None):
                     return now
@@ -320,11 +320,13 @@ async def _read(settings: Settings, model_id: str | None) -> dict[str, ModelView
     options, topics = client_options(settings.kafka, "headrace-models"), settings.topic_names
     lanes = await lane_count(options, topics)
     if model_id is not None:
-        views = fold(*await read_lanes(options, topics, [lane_of(model_id, lanes)]))
+        states, commands = await read_lanes(options, topics, [lane_of(model_id, lanes)])
+        views = fold(latest_states(states), commands)
         if model_id in views:
             return views
     # A shadow is on the lane of the model that it shadows, which only its own records tell.
-    return fold(*await read_lanes(options, topics, None))
+    states, commands = await read_lanes(options, topics, None)
+    return fold(latest_states(states), commands)
 
 
 def _check_names(**names: str) -> None:

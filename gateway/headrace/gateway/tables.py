@@ -18,11 +18,11 @@ from pydantic import BaseModel
 from headrace.core.errors import HeadraceError
 from headrace.core.job_views import JobView, fold_jobs, open_document
 from headrace.core.kept import NotOursError, open_kept
-from headrace.core.model_views import ModelView, at_home, command_of, fold, open_state
+from headrace.core.model_views import ModelView, at_home, command_of, fold, latest_states, open_state
 from headrace.gateway.step_history import StepHistory
 from headrace.schemas.events import TrainingEvent
 from headrace.schemas.gateway import FACTS
-from headrace.schemas.state import LaneState, ModelState, StepRecord
+from headrace.schemas.state import LaneState, StepRecord
 from headrace.schemas.topics import (
     COMMANDS as COMMANDS_TOPIC,
 )
@@ -103,7 +103,7 @@ class Tables:
         state = self.states.get(model_id)
         if state is None and not waiting:
             return None
-        return fold(self._with_lane(state, waiting), waiting).get(model_id)
+        return fold(latest_states(self._with_lane(state, waiting)), waiting).get(model_id)
 
     def models(self) -> Iterable[ModelView]:
         """All models, deleted ones too."""
@@ -134,7 +134,7 @@ class Tables:
 
     def history(self, model: ModelView) -> StepHistory:
         """The committed steps of a model that lives; none of an incarnation before it."""
-        incarnation = model.state.incarnation if model.state is not None and model.status != "creating" else ""
+        incarnation = model.incarnation or ""
         found = self.steps.get(model.model_id)
         return found if found is not None and found.incarnation == incarnation else StepHistory(incarnation, 0)
 
@@ -264,8 +264,3 @@ def engine_of(ack: WeightsApplied | WeightsFailed) -> str:
 def is_model(view: ModelView | None) -> bool:
     """Whether there is a model to speak of: known, and neither deleted nor about to be."""
     return view is not None and view.status not in {"deleted", "deleting"}
-
-
-def latest_state(view: ModelView) -> ModelState | None:
-    """What the owner of the lane wrote last, of this incarnation."""
-    return view.state if view.status != "creating" else None

@@ -22,8 +22,8 @@ from headrace.consumers.weights.target import WeightTarget
 from headrace.core.commands import commands_through
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options
-from headrace.core.kept import kept_or_none, latest_kept
-from headrace.core.model_views import STATES, ModelView, fold
+from headrace.core.kept import kept_or_none
+from headrace.core.model_views import ModelView, fold, kept_states
 from headrace.core.reading import follow_all
 from headrace.core.settings import Settings
 from headrace.schemas.deployments import DeployedModel, HotLoad
@@ -46,7 +46,7 @@ class Followed:
     @property
     def incarnation(self) -> str:
         """Of the model; empty until its owner has read the command that created it."""
-        return _incarnation(self.view) or ""
+        return self.view.incarnation or ""
 
 
 @dataclass(slots=True)
@@ -159,7 +159,7 @@ class ModelWatch:
         target = self._targets.get(view.model_id)
         said = [] if target is None or target.target is None else [target.target]
         said += [request for request in self._requests.values() if request.model_id == view.model_id]
-        of_now = [published for published in said if published.incarnation == _incarnation(view)]
+        of_now = [published for published in said if published.incarnation == view.incarnation]
         return max(of_now, key=lambda published: published.policy_version, default=None)
 
     def _concerns(self, view: ModelView, published: WeightsPublished | None) -> bool:
@@ -172,7 +172,7 @@ class ModelWatch:
         return not self._wanted or view.model_id in self._wanted
 
     def _is_requested(self, view: ModelView) -> bool:
-        wanted = (view.model_id, _incarnation(view))
+        wanted = (view.model_id, view.incarnation)
         return any((request.model_id, request.incarnation) == wanted for request in self._requests.values())
 
     async def _tell_when_caught_up(self) -> None:
@@ -182,12 +182,9 @@ class ModelWatch:
 
 def _fold(number: int, lane: _Lane) -> None:
     lane.stale = False
-    lane.states = [record for record, _ in latest_kept(lane.states, STATES)]
-    through = commands_through(lane.states).get(number, 0)
+    kept = kept_states(lane.states)
+    lane.states = [record for record, _ in kept]
+    states = [state for _, state in kept]
+    through = commands_through(states).get(number, 0)
     lane.commands = {offset: record for offset, record in sorted(lane.commands.items()) if offset >= through}
-    lane.views = fold(lane.states, list(lane.commands.values()))
-
-
-def _incarnation(view: ModelView) -> str | None:
-    # A model that is created anew still has the state of the one before it.
-    return None if view.state is None or view.status == "creating" else view.state.incarnation
+    lane.views = fold(states, lane.commands.values())
