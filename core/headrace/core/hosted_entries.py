@@ -261,11 +261,12 @@ def _check_digits(word: npt.NDArray[np.uint64], at: Positions, lengths: Position
         comma = _equal(text, ord(","))
         _need(((digit | comma) == own & _LOW).all())
         starts = (comma << np.uint64(8)) | begins
-        lone = (starts & _equal(text, ord("0"))) << np.uint64(8) | zero_begun
+        zeros = starts & _equal(text, ord("0"))
+        lone = zeros << np.uint64(8) | zero_begun
         _need(not (starts & ~digit & ~(empty if i == 0 else np.uint64(0))).any())
         _need(not (lone & digit).any())
         begins = comma >> np.uint64(56)
-        zero_begun = (starts & _equal(text, ord("0"))) >> np.uint64(56)
+        zero_begun = zeros >> np.uint64(56)
     _need(not np.any(begins))
 
 

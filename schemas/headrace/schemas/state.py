@@ -4,6 +4,7 @@ A model's `scanned` means: every record of this model below that offset is used,
 The lane's `mark` is the lowest offset that any of its models still needs (exactly-once rules 7 and 8).
 """
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Literal
 
@@ -262,7 +263,7 @@ class StepRecord(Record):
     committed_at: datetime = Field(default_factory=utc_now)
 
 
-def offset_ranges(offsets: list[int]) -> tuple[OffsetRange, ...]:
+def offset_ranges(offsets: Iterable[int]) -> tuple[OffsetRange, ...]:
     """Sorted offsets as the fewest ranges: [1, 2, 3, 7] gives 1-3 and 7-7. Keeps a ledger record small (rule 15)."""
     ranges: list[tuple[int, int]] = []
     for offset in sorted(offsets):

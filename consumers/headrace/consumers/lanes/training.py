@@ -174,7 +174,7 @@ class LaneTraining:
             return True
         run.intent = Intent(
             step=number,
-            offsets=tuple(waiting.offset for waiting in batch.groups),
+            offsets=batch.offsets,
             reason="linger" if batch.cut == "linger" else "attempt" if batch.job_id is None else "job",
             job_id=batch.job_id,
             cut=batch.cut,
@@ -191,8 +191,7 @@ class LaneTraining:
     async def _running(self, run: ModelRun, batch: Batch, following: Following) -> CommittedStep | None:
         """Run the step as a task that a command may end; None: one did."""
         task = asyncio.create_task(self._steps.run(run, batch, following), name=f"step-{run.state.name}")
-        offsets = frozenset(waiting.offset for waiting in batch.groups)
-        self._book.running = RunningStep(model_id=run.state.model_id, job_id=batch.job_id, offsets=offsets, task=task)
+        self._book.running = RunningStep(model_id=run.state.model_id, job_id=batch.job_id, offsets=frozenset(batch.offsets), task=task)
         try:
             return await task
         except asyncio.CancelledError:
@@ -279,7 +278,7 @@ def _log_unwanted(run: ModelRun) -> None:
 
 def _wanted(run: ModelRun, batch: Batch) -> bool:
     """Whether nothing happened meanwhile that takes the batch away: a deletion, a cancellation, a pause."""
-    if run.status != "active" or any(waiting.offset not in run.waiting for waiting in batch.groups):
+    if run.status != "active" or any(offset not in run.waiting for offset in batch.offsets):
         return False
     return batch.job_id is None or _state_of(run, batch.job_id) is JobState.RUNNING
 

@@ -63,7 +63,7 @@ class NextPlan:
             HeadraceError: it could not be made.
         """
         batch = self._following.now()
-        if batch is not None and self._batch is not None and self._made is not None and _offsets(batch) == _offsets(self._batch):
+        if batch is not None and self._batch is not None and self._made is not None and batch.offsets == self._batch.offsets:
             return await self._made
         await self.cancel()
         return None if batch is None else await self._make(batch)
@@ -155,10 +155,6 @@ def same_step(one: StepPlan, other: StepPlan) -> bool:
     if len(one.groups) != len(other.groups) or any(a is not b for a, b in zip(one.groups, other.groups, strict=True)):
         return False
     return _bare(one) == _bare(other)
-
-
-def _offsets(batch: Batch) -> list[int]:
-    return [waiting.offset for waiting in batch.groups]
 
 
 def _bare(plan: StepPlan) -> StepPlan:

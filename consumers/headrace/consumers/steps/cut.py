@@ -49,6 +49,11 @@ class Batch:
     lost: tuple[Lost, ...] = ()
     """Members whose versions do not let them train now; `groups` are without them."""
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Of its groups."""
+        return tuple(waiting.offset for waiting in self.groups)
+
 
 def next_batch(run: ModelRun, nodes: int = 1) -> Batch | None:
     """The batch whose bucket was completed first, judged at the model's version; None while no bucket is complete.

@@ -20,7 +20,7 @@ def foreseen(run: ModelRun, current: Batch, nodes: int) -> Batch | None:
     """
     if run.status != "active" or run.recovering or run.rebasing is not None or run.start_from is not None or run.lingered:
         return None
-    batch = stream_batch(run, without=frozenset(waiting.offset for waiting in current.groups))
+    batch = stream_batch(run, without=frozenset(current.offsets))
     if batch is None:
         return None
     jobs = (job_batch(run, job, nodes) for job in run.jobs.values() if job.job_id != current.job_id)

@@ -22,7 +22,7 @@ from headrace.core.store import ObjectStore
 from headrace.schemas.state import ModelState
 from headrace.schemas.training import SftConfig, TrainConfig
 from headrace.trainer.options import merged_config, resolve
-from headrace.trainer.plan import KlReference, StepPlan
+from headrace.trainer.plan import BaseSource, KlReference, StepPlan
 
 MAX_WINDOW_IDS = 16_384
 """Ids admitted since the snapshot that a model's state lists: beyond them a snapshot is due (rule 15)."""
@@ -69,7 +69,7 @@ class StepPlans:
     async def _plan(self, run: ModelRun, state: ModelState, batch: Batch, attempt: str) -> StepPlan:
         config, sft, asked = config_of(run, batch), _sft(run, batch), options_of(run.jobs, batch.job_id)
         options = resolve(config)
-        base = base_source(self._settings.base_models[state.settings.base_model])
+        base = self.base(state)
         groups = tuple(waiting.group for waiting in batch.groups)
         evaluation = await evaluation_groups(self._store, self._pool, asked.evaluation, base, state.settings)
         reference: KlReference | None = None
@@ -100,6 +100,10 @@ class StepPlans:
             report_rows="none" if asked.forward_only else self._settings.worker.report_rows,
             out_dir=self.out_dir(attempt),
         )
+
+    def base(self, state: ModelState) -> BaseSource:
+        """The base model of a model."""
+        return base_source(self._settings.base_models[state.settings.base_model])
 
     def out_dir(self, attempt: str) -> str:
         """The local folder of an attempt."""

@@ -33,7 +33,7 @@ from headrace.consumers.steps.plans import StepPlans, config_of
 from headrace.consumers.steps.records import StepOutcome, committed_step
 from headrace.consumers.steps.report import build_report
 from headrace.consumers.steps.rerun import StepReruns
-from headrace.consumers.steps.world import StateNotHeldError, TrainerWorld, base_source
+from headrace.consumers.steps.world import StateNotHeldError, TrainerWorld
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
 from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError, ObjectStore
@@ -208,7 +208,7 @@ class StepRunner:
         plan = StepPlan(
             state=begins,
             attempt=attempt,
-            base=base_source(self._settings.base_models[state.settings.base_model]),
+            base=self._plans.base(state),
             settings=state.settings,
             config=state.settings.train,
             groups=(),

@@ -62,7 +62,7 @@ class AckTopic:
             with suppress(asyncio.CancelledError):
                 await self._living
             self._living = None
-            await self._write(alive_key(self._engine_id), None, "")
+            await self.send(alive_key(self._engine_id), None, "")
         if self._producer is not None:
             await self._producer.stop()
             self._producer = None
@@ -70,14 +70,11 @@ class AckTopic:
     async def _live(self) -> None:
         while True:
             word = EngineAlive(engine_id=self._engine_id, every_seconds=self._every_seconds)
-            await self._write(alive_key(self._engine_id), word, f"alive-{self._engine_id}-{word.at.timestamp()}")
+            await self.send(alive_key(self._engine_id), word, f"alive-{self._engine_id}-{word.at.timestamp()}")
             await asyncio.sleep(self._every_seconds)
 
-    async def send(self, key: str, record: WeightsApplied | WeightsFailed | None, event_id: str) -> None:
-        """Write an ack, or with None a tombstone; a failure is logged."""
-        await self._write(key, record, event_id)
-
-    async def _write(self, key: str, record: WeightsApplied | WeightsFailed | EngineAlive | None, event_id: str) -> None:
+    async def send(self, key: str, record: WeightsApplied | WeightsFailed | EngineAlive | None, event_id: str) -> None:
+        """Write a record, or with None a tombstone; a failure is logged."""
         assert self._producer is not None  # noqa: S101 - those who ack live between start and stop
         value, headers = (None, []) if record is None else seal(record, source=key, event_id=event_id)
         try:
