@@ -2,9 +2,9 @@
 
 Guarantees: a step starts from the committed state, caught up if need be; the plan is a pure function of the batch, the config, the model's
 state and the step number; files are durable before `run` returns; what the log alone makes the next step is begun while they are stored,
-and used only if it is what comes next (`ahead`); a step that fails twice in a worker's life is given up as `step_failed`
-(its groups are refused, its job fails with the message), so a poisonous batch can't stop a lane. A batch that ends the worker itself is
-counted by the lane, in intents.
+and used only if it is what comes next (`ahead`); a step that fails `worker.max_step_attempts` times in a worker's life is given up as
+`step_failed` (its groups are refused, its job fails with the message), so a poisonous batch can't stop a lane. A batch that ends the worker
+itself is counted by the lane, in intents.
 """
 
 import asyncio
