@@ -134,9 +134,9 @@ async def test_rule_20_an_engine_that_is_killed_before_its_ack_applies_the_same_
     applied: list[tuple[str, int, str]] = []
 
     async def never_sent(_key: str, record: object, _event_id: str) -> None:
-        assert isinstance(record, WeightsApplied)
-        reached.set()
-        await asyncio.Event().wait()
+        if isinstance(record, WeightsApplied):  # and not a word that the engine lives
+            reached.set()
+            await asyncio.Event().wait()
 
     def apply(folder: Path, weights: WeightsPublished) -> str:
         assert folder.is_dir()
