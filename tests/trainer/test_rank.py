@@ -17,9 +17,9 @@ from headrace.core.errors import HeadraceError
 from headrace.schemas.state import TrainingScalars
 from headrace.schemas.training import TrainConfig
 from headrace.trainer.inbox import Inbox
-from headrace.trainer.plan import BaseSource, Saved, StateKey, StepPlan
+from headrace.trainer.plan import BaseSource, Saved, SignOfLife, StateKey, StepPlan
 from headrace.trainer.rank import RankDiedError, RankWorld, StepFailedError
-from headrace.trainer.rank_main import SignOfLife, nodes_of_launcher, seat_of_launcher
+from headrace.trainer.rank_main import nodes_of_launcher, seat_of_launcher
 from headrace.trainer.world import WorldSettings
 
 Plans = Callable[..., StepPlan]
@@ -61,7 +61,7 @@ def test_a_plan_goes_in_and_a_step_comes_out_and_the_state_stays(rank: RankWorld
 def test_a_plan_that_is_handed_over_while_another_runs_trains_what_it_would_have_trained(rank: RankWorld, make_plan: Plans):
     first = make_plan(attempt="first")
     second = replace(make_plan(StateKey(model_id="m", incarnation="i", step=1, attempt="first"), attempt="second"), snapshot=False)
-    handing = threading.Thread(target=rank.hand_over, args=(second,))
+    handing = threading.Thread(target=rank.hand_over, args=(second,), kwargs={"goes_on": False})
     running = threading.Thread(target=rank.run, args=(first,))
     running.start()
     handing.start()
@@ -83,7 +83,7 @@ def test_a_plan_with_the_attempt_of_one_that_was_handed_over_is_run_as_what_it_i
     """As a step that is run again has: its own files, its own groups."""
     first = rank.run(make_plan(attempt="first"))
     handed = make_plan(first.key, attempt="second")
-    rank.hand_over(handed)
+    rank.hand_over(handed, goes_on=False)
     other = replace(handed, groups=handed.groups[:1], out_dir=f"{handed.out_dir}-again")
     result = rank.run(other)
     assert result.metrics["groups"] == 1
@@ -207,7 +207,7 @@ def test_a_rank_that_hangs_while_it_is_handed_a_plan_is_noticed(make_plan: Plans
     world = RankWorld(WorldSettings(silence_seconds=0.4))
     world._ready = {0}
     monkeypatch.setattr(world, "kill", world._theirs[0].close)
-    handing = threading.Thread(target=world.hand_over, args=(make_plan(attempt="a" * (1 << 22)),), daemon=True)
+    handing = threading.Thread(target=world.hand_over, args=(make_plan(attempt="a" * (1 << 22)),), kwargs={"goes_on": False}, daemon=True)
     handing.start()
     while not world._sending.locked():
         pass
@@ -235,7 +235,7 @@ def test_a_world_of_a_worker_that_has_many_connections_runs_what_was_handed_over
     try:
         world = RankWorld(WorldSettings())
         plan = make_plan()
-        world.hand_over(plan)
+        world.hand_over(plan, goes_on=False)
         world._theirs[0].send(Saved())
         assert world._ask(plan) == Saved()
         assert [world._theirs[0].recv()[0] for _ in range(2)] == ["ahead", "run"]

@@ -202,7 +202,7 @@ async def test_rule_10_a_step_is_not_blamed_for_what_the_next_one_does_to_the_ra
     model = await stage.model(lane)
     handed: list[StepPlan] = []
 
-    async def deadly(plan: StepPlan) -> None:
+    async def deadly(plan: StepPlan, *, goes_on: bool) -> None:
         handed.append(plan)
         stage.world._ranks.kill()
 
@@ -220,7 +220,7 @@ async def test_a_step_is_stored_and_committed_though_the_next_one_can_not_be_pla
     for name, fails in (("steps.world.TrainerWorld.hand_over", asyncio.Event().wait), ("steps.plans.StepPlans.after", _no_room)):
         lane = stage.free_lane()
         model = await stage.model(lane)
-        with mock.patch(f"headrace.consumers.{name}", lambda *_, fails=fails: fails()):
+        with mock.patch(f"headrace.consumers.{name}", lambda *_, fails=fails, **__: fails()):
             async with stage.seen(model) as seen:
                 sent = await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(4)))
                 async with stage.owner(lane):

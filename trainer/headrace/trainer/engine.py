@@ -9,9 +9,8 @@ import hashlib
 import logging
 import os
 import platform
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,38 +18,22 @@ import torch
 
 from headrace.schemas.state import Fingerprint, TrainingScalars
 from headrace.trainer.batches import RowShape, policy_updates, sft_options, sft_updates
+from headrace.trainer.computed import Clock, ComputedStep
 from headrace.trainer.deepspeed_setup import device, join_world, over_ranks
-from headrace.trainer.logprobs_file import write_logprobs
-from headrace.trainer.metrics import batch_metrics, peak_memory, reset_peak_memory, token_metrics
+from headrace.trainer.metrics import peak_memory, reset_peak_memory
 from headrace.trainer.options import StepOptions, resolve
-from headrace.trainer.passes import Passed, StepPasses
-from headrace.trainer.placed import placed_rows
+from headrace.trainer.passes import StepPasses
 from headrace.trainer.plan import BaseSource, Saved, SavePlan, StateKey, StepPlan, StepResult
 from headrace.trainer.resident import Loaded, Resident
 from headrace.trainer.reward_trend import add, reward_deviation
 from headrace.trainer.rows import PackedUpdate
-from headrace.trainer.rows_out import write_rows
 from headrace.trainer.training_state import check_finite, save_state
-from headrace.trainer.update import joined
 from headrace.trainer.world import Seat, WorldSettings
 
 logger = logging.getLogger(__name__)
 
 # Tokens of one row: their activations live until its backward. 2,048 tokens of a 135M model in float32 are about 4 GiB.
 TOKENS = {"cpu": 2_048, "cuda": 16_384}
-
-
-@dataclass(slots=True, kw_only=True)
-class _Clock:
-    """Seconds by phase."""
-
-    began: float
-    phases: dict[str, float]
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.phases[f"seconds_{phase}"] = now - self.began
-        self.began = now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,22 +78,29 @@ class TrainingEngine:
             self._ready = _Ready(out_dir=plan.out_dir, shape=shape, updates=self._updates(plan, _options(plan), shape, seed_of(plan)))
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Run one step.
+        """Run one step, its files included; at rank 0.
+
+        Raises:
+            HeadraceError: as `compute`.
+        """
+        return self.compute(plan).finish()
+
+    def compute(self, plan: StepPlan) -> ComputedStep:
+        """Make the step's new state, and write its snapshot where the plan asks for one: `finish` is what is left.
 
         Raises:
             HeadraceError: the base model, the snapshot or the KL reference can't be used, the plan names a state that is neither resident
                 nor given, or the gradient is not finite.
         """
         try:
-            return self._run(plan)
+            return self._compute(plan)
         except BaseException:
             # Half a step leaves weights, moments and gradients that nobody knows: the next plan starts from files.
             self._resident.drop()
             raise
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        began = time.perf_counter()
-        clock = _Clock(began=began, phases={})
+    def _compute(self, plan: StepPlan) -> ComputedStep:
+        clock = Clock.start()
         reset_peak_memory()
         options = _options(plan)
         self._warn(plan.state.model_id, options)
@@ -128,43 +118,25 @@ class TrainingEngine:
             updates = self._updates(plan, options, shape, seed)
         clock.lap("pack")
         passed = StepPasses(loaded, plan, options, self._world, self._seat).run(updates, shape, clock.lap)
-        done, packed = passed.done, passed.packed
         key = plan.becomes or replace(plan.state, step=plan.state.step + 1, attempt=plan.attempt)
-        self._write(loaded, plan, options, updates, key)
-        if self._seat.rank == 0:
-            self._write_tokens(plan, key, passed, seed)
+        self._write_snapshot(loaded, plan, key)
+        tensors = loaded.writer.tensors()
         self._resident.is_now(key)
-        clock.lap("write")
-        loss = sum(updated.loss for updated in done) / len(done) if done else None
-        norm = max((updated.grad_norm for updated in done), default=None)
         peak = over_ranks(torch.tensor([peak_memory()], dtype=torch.float64), torch.distributed.ReduceOp.MAX)
-        metrics = batch_metrics(plan.groups, packed) | {"updates": float(len(done)), "peak_memory_bytes": float(peak)} | clock.phases
-        metrics |= {f"eval/{name}": value for name, value in passed.evaluation.items()}
-        metrics |= token_metrics(joined(passed.stats)) if passed.stats else {}  # at other ranks than 0 perhaps none
-        if loss is not None and norm is not None:
-            seconds = clock.phases["seconds_update"]
-            metrics |= {
-                "loss": loss,
-                "policy_loss": sum(updated.policy_loss for updated in done) / len(done),
-                "kl_loss": sum(updated.kl_loss for updated in done) / len(done),
-                "grad_norm": norm,
-                "learning_rate": passed.rates[-1],
-                "tokens_per_second": metrics["tokens"] / seconds if seconds > 0 else 0.0,
-            }
-        return StepResult(
+        clock.lap("write")
+        return ComputedStep(
+            plan=plan,
+            options=options,
             key=key,
-            scalars=self._scalars(plan, len(done)),
-            updates=len(done),
-            loss=loss,
-            grad_norm=norm,
-            num_sequences=sum(1 for update in packed for _ in update.rows),
-            tokens=sum(len(row) for update in packed for row in update.rows),
-            metrics=metrics,
-            plan_digest=_digest(packed),
+            scalars=self._scalars(plan, len(passed.done)),
+            updates=updates,
+            passed=passed,
             seed=seed,
-            weights_format=loaded.writer.format,
-            seconds=time.perf_counter() - began,
+            writer=loaded.writer,
+            tensors=tensors,
+            peak_memory=float(peak),
             fingerprint=self.fingerprint(),
+            clock=clock,
         )
 
     def save(self, plan: SavePlan) -> Saved:
@@ -210,10 +182,10 @@ class TrainingEngine:
     def fingerprint(self) -> Fingerprint:
         """The environment."""
         return Fingerprint(
-            headrace=version("headrace"),
+            headrace=_version("headrace"),
             torch=torch.__version__,
-            transformers=version("transformers"),
-            deepspeed=version("deepspeed"),
+            transformers=_version("transformers"),
+            deepspeed=_version("deepspeed"),
             python=platform.python_version(),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             world_size=self._world.size,
@@ -221,33 +193,20 @@ class TrainingEngine:
             zero_stage=self._world.zero_stage,
         )
 
-    def _write(self, loaded: Loaded, plan: StepPlan, options: StepOptions, updates: Sequence[PackedUpdate], key: StateKey) -> None:
-        out_dir = Path(plan.out_dir)
-        # Rank 0 writes; the others take part in gathering what is sharded.
-        if self._seat.rank == 0:
-            for name in ("weights", "snapshot") if plan.snapshot else ("weights",):
-                (out_dir / name).mkdir(parents=True, exist_ok=True)
-        loaded.writer.write(out_dir / "weights")
-        if plan.snapshot:
-            save_state(out_dir / "snapshot", key, loaded.trainable)
-        else:
+    def _write_snapshot(self, loaded: Loaded, plan: StepPlan, key: StateKey) -> None:
+        """Called by all ranks, which take part in gathering what is sharded; rank 0 writes."""
+        if not plan.snapshot:
             check_finite(loaded.trainable)
-        if options.plot_tensors and updates and self._seat.rank == 0:
-            from headrace.trainer.plots import plot_rows  # noqa: PLC0415 - draws with matplotlib, seldom asked for
-
-            plot_rows(updates, out_dir / "plots")
-
-    def _write_tokens(self, plan: StepPlan, key: StateKey, passed: Passed, seed: int) -> None:
-        ranks = self._world.size
-        if plan.forward_only:
-            write_logprobs(Path(plan.out_dir, "logprobs"), key, plan.groups, placed_rows(passed.packed, passed.stats, ranks))
-        else:
-            write_rows(Path(plan.out_dir, "rows"), plan, key, passed.packed, passed.stats, ranks=ranks, seed=seed)
+            return
+        folder = Path(plan.out_dir, "snapshot")
+        if self._seat.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        save_state(folder, key, loaded.trainable)
 
 
-def _digest(updates: Sequence[PackedUpdate]) -> str:
-    """SHA-256 over the plans of all updates."""
-    return hashlib.sha256("".join(update.digest() for update in updates).encode()).hexdigest()
+@cache
+def _version(package: str) -> str:
+    return version(package)
 
 
 def _options(plan: StepPlan) -> StepOptions:

@@ -1,7 +1,8 @@
 """What a rank's pipe brings, read while the rank computes: a plan that is handed over before its turn costs no time when its turn comes.
 
-Guarantees: messages come out in their order; a plan that is handed over ahead is kept until the next one is, and made ready meanwhile; what
-fails there fails again, and is reported, when the plan is run. Gives up: more than one plan ahead.
+Guarantees: messages come out in their order; a plan that is handed over ahead is kept until the next one is, and made ready meanwhile;
+what fails there fails again, and is reported, when the plan is run. One that is ready, and was handed over for the step that runs, may be
+gone on to without a word, if no other message waits. Gives up: more than one plan ahead.
 """
 
 import logging
@@ -12,13 +13,14 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Literal
 
-from headrace.trainer.plan import BaseSource, HandedOver, SavePlan, StepPlan
+from headrace.schemas.state import TrainingScalars
+from headrace.trainer.plan import Ahead, BaseSource, HandedOver, SavePlan, StateKey, StepPlan
 
 logger = logging.getLogger(__name__)
 
 Work = tuple[Literal["run"], StepPlan | SavePlan | None] | tuple[Literal["preload"], BaseSource] | tuple[Literal["drop"], None]
 """Only rank 0 gets the plan itself."""
-Request = Work | tuple[Literal["ahead"], StepPlan] | tuple[Literal["run"], HandedOver]
+Request = Work | tuple[Literal["ahead"], Ahead] | tuple[Literal["run"], HandedOver]
 """To a rank."""
 
 
@@ -34,6 +36,9 @@ class Inbox:
         self._pipe = pipe
         self._ready = ready
         self._ahead: StepPlan | None = None
+        self._may_follow = False
+        """Whether `_ahead` is ready, and for the step that runs to go on to."""
+        self._lock = threading.Lock()
         self._messages: SimpleQueue[Work | None] = SimpleQueue()
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
 
@@ -48,15 +53,24 @@ class Inbox:
             raise EOFError
         return message
 
+    def following(self, state: StateKey, scalars: TrainingScalars) -> StepPlan | None:
+        """The plan to go on to from a state that was just made, with what the step before said of it; it is nobody else's then."""
+        with self._lock:
+            plan = self._ahead
+            if plan is None or not self._may_follow or plan.state != state or not self._messages.empty():
+                return None
+            self._ahead, self._may_follow = None, False
+        return replace(plan, scalars=scalars)
+
     def _read(self) -> None:
         try:
             while True:
                 message: Request = self._pipe.recv()
                 match message:
-                    case ("ahead", StepPlan() as plan):
-                        self._keep(plan)
-                    case ("run", HandedOver() as now):
-                        self._messages.put(("run", self._plan(now)))
+                    case ("ahead", Ahead() as ahead):
+                        self._keep(ahead)
+                    case ("run", what):
+                        self._messages.put(("run", self._to_run(what)))
                     case _:
                         self._messages.put(message)
         except (EOFError, OSError):
@@ -66,15 +80,24 @@ class Inbox:
         finally:
             self._messages.put(None)
 
-    def _keep(self, plan: StepPlan) -> None:
-        self._ahead = plan
+    def _keep(self, ahead: Ahead) -> None:
+        plan = ahead.plan
+        with self._lock:
+            self._ahead, self._may_follow = plan, False
         try:
             self._ready(plan)
         except Exception as error:  # noqa: BLE001 - it is the run's to report
             logger.debug("step %d of %s can't be made ready: %s", plan.state.step + 1, plan.state.model_id, error)
+        else:
+            with self._lock:
+                self._may_follow = ahead.goes_on
 
-    def _plan(self, now: HandedOver) -> StepPlan | None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.out_dir != now.out_dir:
+    def _to_run(self, what: StepPlan | SavePlan | HandedOver | None) -> StepPlan | SavePlan | None:
+        with self._lock:
+            self._may_follow = False  # what was handed over before was to follow another step
+            if not isinstance(what, HandedOver):
+                return what
+            ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.out_dir != what.out_dir:
             return None  # the parent never says so of another; a plan that is None fails its run
-        return replace(ahead, scalars=now.scalars, snapshot=now.snapshot, load_from=now.load_from)
+        return replace(ahead, scalars=what.scalars, snapshot=what.snapshot, load_from=what.load_from)

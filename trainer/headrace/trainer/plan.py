@@ -88,6 +88,15 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """A plan before its turn: to be made ready."""
+
+    plan: StepPlan
+    goes_on: bool
+    """Whether the rank may go on to it by itself, if the plan that it runs, or one that it gets before it gets this, makes its state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandedOver:
     """Run the plan that was handed over before its turn, with what was not known then."""
 
@@ -144,4 +153,24 @@ class StepResult:
     weights_format: str
     """`full` or `lora`."""
     seconds: float
+    """That the rank was busy with it, and with nothing else."""
     fingerprint: Fingerprint
+    goes_on: str | None = None
+    """The folder of the plan that the rank has gone on to by itself: that plan's result, or failure, comes next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignOfLife:
+    """From a rank: it has joined its world, or a plan is still running."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """From a rank: the plan raised. Of one that it went on to by itself from there nothing is said."""
+
+    text: str
+    """The traceback."""
+
+
+Answer = StepResult | Saved | Failure | SignOfLife
+"""From a rank; the result is rank 0's."""

@@ -21,8 +21,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
-from headrace.trainer.plan import BaseSource, HandedOver, Saved, SavePlan, StepPlan, StepResult
-from headrace.trainer.rank_main import Failure, SignOfLife, main
+from headrace.trainer.plan import Ahead, BaseSource, Failure, HandedOver, Saved, SavePlan, SignOfLife, StepPlan, StepResult
+from headrace.trainer.rank_main import main
 from headrace.trainer.world import Seat, WorldSettings
 
 logger = logging.getLogger(__name__)
@@ -76,11 +76,17 @@ class RankWorld:
         self._sending = threading.Lock()
         self._ahead: str | None = None
         """The folder of the plan that rank 0 has already."""
+        self._going: str | None = None
 
     @property
     def pids(self) -> tuple[int | None, ...]:
         """The process ids by rank; None before the start."""
         return tuple(process.pid for process in self._processes)
+
+    @property
+    def going(self) -> str | None:
+        """The folder of the plan that the ranks have gone on to by themselves: `run` of it, or `settle`, comes before all else."""
+        return None if self._broken else self._going
 
     @property
     def alive(self) -> bool:
@@ -113,14 +119,18 @@ class RankWorld:
             with contextlib.suppress(OSError):
                 pipe.send(("drop", None))
 
-    def hand_over(self, plan: StepPlan) -> None:
+    def hand_over(self, plan: StepPlan, *, goes_on: bool) -> None:
         """Give rank 0 the plan that comes next, to be made ready while it runs another: the only call that may be made beside another.
 
         Blocks until it is read. What was handed over before and not run is forgotten; whoever dies meanwhile says so to who waits for it.
+
+        Args:
+            plan: The plan.
+            goes_on: Whether the ranks may go on to it by themselves when they have made its state; the result then says so.
         """
         with self._sending, contextlib.suppress(OSError):
             self._ahead = None
-            self._pipes[0].send(("ahead", plan))
+            self._pipes[0].send(("ahead", Ahead(plan=plan, goes_on=goes_on)))
             self._ahead = plan.out_dir
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -138,7 +148,17 @@ class RankWorld:
         """Write the state that the ranks hold; raises as `run`."""
         self._ask(plan)
 
+    def settle(self) -> StepResult:
+        """The result of what the ranks have gone on to by themselves; blocks and raises as `run`."""
+        result = self._answered(None)
+        assert isinstance(result, StepResult)  # noqa: S101 - as in `run`
+        return result
+
     def _ask(self, plan: StepPlan | SavePlan) -> StepResult | Saved:
+        if self._going is not None:
+            if not isinstance(plan, StepPlan) or plan.out_dir != self._going:
+                raise AssertionError("the ranks have gone on to another step, which was not settled")
+            return self.settle()
         # From a thread of its own: a rank that is stopped, or that still waits for another to start, reads no plan, and a large one does
         # not fit into the pipe.
         # Not waited for here: a rank that is stopped while it is handed a plan would hold this up where nobody looks for signs of life.
@@ -148,6 +168,9 @@ class RankWorld:
             sending.run()  # some bytes, for which there is room: to start a thread took 3 ms, beside others that compute
         else:
             sending.start()
+        return self._answered(sending)
+
+    def _answered(self, sending: threading.Thread | None) -> StepResult | Saved:
         try:
             return self._result()
         except (OSError, EOFError):
@@ -157,7 +180,7 @@ class RankWorld:
                 self.kill()
             raise
         finally:
-            if sending.ident is not None:
+            if sending is not None and sending.ident is not None:
                 sending.join(_STOP_SECONDS)  # at once: the result is here, or who should have read the plan is not
 
     def _is_there(self, plan: StepPlan | SavePlan) -> bool:
@@ -201,8 +224,12 @@ class RankWorld:
                 silent[rank] = 0.0
                 self._ready.add(rank)
                 if isinstance(message, StepResult | Saved):
+                    self._going = message.goes_on if isinstance(message, StepResult) else None
+                    if self._ahead == self._going:
+                        self._ahead = None  # it has left the inbox
                     return message
                 if isinstance(message, Failure):
+                    self._going = None
                     raise self._failed(rank, message)
                 assert isinstance(message, SignOfLife)  # noqa: S101 - there is no other
             # A rank that has not joined yet is importing, or waits for another to start: its end shows as the end of its pipe.

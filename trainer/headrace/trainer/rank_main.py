@@ -14,11 +14,8 @@ import os
 import signal
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -26,7 +23,9 @@ from headrace.core.errors import HeadraceError
 from headrace.core.importing import importing
 from headrace.core.processes import die_with, name_process
 from headrace.trainer.inbox import Inbox
-from headrace.trainer.plan import BaseSource, Saved, SavePlan, StepPlan, StepResult
+from headrace.trainer.plan import Answer, BaseSource, SignOfLife
+from headrace.trainer.plan_runner import PlanRunner
+from headrace.trainer.store_words import hear, tell
 from headrace.trainer.world import Seat, WorldSettings
 
 if TYPE_CHECKING:  # it imports torch, which only a rank does
@@ -34,30 +33,9 @@ if TYPE_CHECKING:  # it imports torch, which only a rank does
 
 logger = logging.getLogger(__name__)
 
-_PEEK_SECONDS = 0.05
-_RUN, _END = b"run", b"end"
-"""What rank 0 says at the store to ranks without a pipe."""
-
 
 class RankFailedError(HeadraceError):
     """A plan raised in a rank that a launcher started; the message holds the traceback."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignOfLife:
-    """From a rank: it has joined its world, or a plan is still running."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """From a rank: the plan raised."""
-
-    text: str
-    """The traceback."""
-
-
-Answer = StepResult | Saved | Failure | SignOfLife
-"""From a rank; the result is rank 0's."""
 
 
 def main(pipe: Connection, world: WorldSettings, seat: Seat, parent: int) -> None:
@@ -80,6 +58,7 @@ def main(pipe: Connection, world: WorldSettings, seat: Seat, parent: int) -> Non
             pipe.send(message)
 
     inbox = Inbox(pipe, engine.make_ready)
+    plans = PlanRunner(engine, world, seat, answer, inbox.following)
     with suppress(BrokenPipeError, OSError, EOFError):  # the parent is gone
         answer(SignOfLife())
         while True:
@@ -90,13 +69,11 @@ def main(pipe: Connection, world: WorldSettings, seat: Seat, parent: int) -> Non
                     engine.drop()
                 case ("run", plan):
                     with _signs_of_life(answer, world.silence_seconds / 4):
-                        outcome = _run(engine, world, seat, plan)
-                    if isinstance(outcome, Failure) or seat.rank == 0:
-                        answer(outcome)
-                    if isinstance(outcome, Failure) and world.size > 1:
+                        failure = plans.run(plan)
+                    if failure is not None and world.size > 1:
                         return
     if seat.rank == 0 and world.size > 1:
-        _tell(_END)
+        tell("end")
 
 
 def serve(world: WorldSettings, seat: Seat) -> None:
@@ -105,26 +82,20 @@ def serve(world: WorldSettings, seat: Seat) -> None:
     Raises:
         RankFailedError: a plan failed; the launcher ends or restarts all ranks.
     """
-    engine = _engine(world, seat)
-    from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415 - the engine imported torch
-
-    store = _get_default_store()
+    plans = PlanRunner(_engine(world, seat), world, seat, answer=lambda _: None, following=lambda *_: None)
     number = 0
     while True:
         try:
-            # Looked at, not waited for: a wait has a time limit, and complains in the log when a quiet hour reaches it.
-            while not store.check([_key(number)]):
-                time.sleep(_PEEK_SECONDS)
-            if store.get(_key(number)) == _END:
+            if hear(number) == "end":
                 return
         except RuntimeError as error:
             # Between plans there is nothing to lose: rank 0 held the store and has ended, or the launcher did and ends us all.
             logger.info("the world's store is gone, and the world with it: %s", str(error).splitlines()[0])
             return
         number += 1
-        outcome = _run(engine, world, seat, None)
-        if isinstance(outcome, Failure):
-            raise RankFailedError(f"rank {seat.rank} failed:\n{outcome.text}")
+        failure = plans.run(None)
+        if failure is not None:
+            raise RankFailedError(f"rank {seat.rank} failed:\n{failure.text}")
 
 
 def seat_of_launcher() -> tuple[int, Seat] | None:
@@ -176,46 +147,6 @@ def _preload(engine: "TrainingEngine", base: BaseSource) -> None:
         engine.preload(base)
     except Exception:
         logger.exception("preload failed")
-
-
-def _run(engine: "TrainingEngine", world: WorldSettings, seat: Seat, plan: StepPlan | SavePlan | None) -> StepResult | Saved | Failure:
-    try:
-        shared = _shared(world, seat, plan)
-        return engine.save(shared) if isinstance(shared, SavePlan) else engine.run(shared)
-    except Exception:  # noqa: BLE001 - reported, and judged by the worker
-        return Failure(text=traceback.format_exc())
-
-
-_told = 0
-
-
-def _tell(word: bytes) -> None:
-    """Rank 0 says what comes next to the ranks that look at the store."""
-    from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415 - the engine imported torch
-
-    global _told  # noqa: PLW0603 - counts the words of this process's one world
-    with suppress(RuntimeError):  # the store is gone, and so are those who look at it
-        _get_default_store().set(_key(_told), word.decode())
-    _told += 1
-
-
-def _shared(world: WorldSettings, seat: Seat, plan: StepPlan | SavePlan | None) -> StepPlan | SavePlan:
-    """The plan at every rank."""
-    if world.size > 1:
-        import torch  # noqa: PLC0415 - the engine imported it
-
-        if seat.rank == 0:
-            _tell(_RUN)
-        box: list[StepPlan | SavePlan | None] = [plan]
-        torch.distributed.broadcast_object_list(box, src=0)
-        (plan,) = box
-    if plan is None:
-        raise RuntimeError("rank 0 was asked to run without a plan")
-    return plan
-
-
-def _key(number: int) -> str:
-    return f"headrace-plan-{number}"
 
 
 @contextmanager

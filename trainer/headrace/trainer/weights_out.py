@@ -2,7 +2,7 @@
 
 Guarantees: `full` is itself a base-model folder (config, tokenizer, model.safetensors with tied weights once); `lora` is what
 `PeftModel.from_pretrained` and vLLM read. The small files are made once a model, so that a step writes tensors only. Under ZeRO 3
-tensors are gathered one at a time; rank 0 writes.
+tensors are gathered one at a time; rank 0 writes, beside the next step where it has a copy.
 """
 
 import tempfile
@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import orjson
-import torch
 from safetensors.torch import save_file
 
 from headrace.trainer.plan import BaseSource
-from headrace.trainer.shards import gathered
+from headrace.trainer.shards import Tensors, gathered
 
 WeightsFormat = Literal["full", "lora"]
 ADAPTER = "adapter_model.safetensors"
@@ -44,18 +43,8 @@ class WeightsWriter:
                 _save_tokenizer(base, folder)
             self._files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
-    def write(self, folder: Path) -> None:
-        """Write all files into an existing folder. Called by all ranks; rank 0 writes."""
-        tensors = self._tensors()
-        if torch.distributed.get_rank() != 0:
-            return
-        for name, content in self._files.items():
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-        save_file(tensors, folder / (ADAPTER if self.format == "lora" else WHOLE), metadata={"format": "pt"})
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> Tensors:
+        """The weights by name, on the CPU: the model's own memory where that is there. Called by all ranks."""
         whole = self._whole()
         if self.format == "lora":
             from peft import get_peft_model_state_dict  # noqa: PLC0415 - takes seconds
@@ -69,10 +58,23 @@ class WeightsWriter:
                     whole.pop(tied, None)
         return dict(sorted(whole.items()))
 
-    def _whole(self) -> dict[str, torch.Tensor]:
+    def copied(self, tensors: Tensors) -> Tensors:
+        """Weights that stay as they are when the model trains on."""
+        own = any(parameter.device.type == "cpu" for parameter in self._model.parameters())
+        return {name: tensor.clone() for name, tensor in tensors.items()} if own else tensors
+
+    def write(self, folder: Path, tensors: Tensors) -> None:
+        """Write all files into an existing folder. At rank 0."""
+        for name, content in self._files.items():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        save_file(tensors, folder / (ADAPTER if self.format == "lora" else WHOLE), metadata={"format": "pt"})
+
+    def _whole(self) -> Tensors:
         """State dict on the CPU, whole; of an adapter only what trains."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        found: dict[str, torch.Tensor] = {}
+        found: Tensors = {}
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             parameter = parameters.get(name, tensor)
             if self.format == "full" or parameter.requires_grad:

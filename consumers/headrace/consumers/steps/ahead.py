@@ -1,4 +1,4 @@
-"""The next step: handed over while this one runs, and on the device while this one is stored and committed.
+"""The next step: handed over while this one runs, and on the device while this one is written, stored and committed.
 
 Guarantees: what was begun ahead is used only if it is what would be run after the commit: the same state, config, scalars and reference,
 and the very groups. It is nobody's before that: a commit that fails, or a command that takes the batch away, ends it, and the committed
@@ -37,12 +37,16 @@ class NextPlan:
         following: The batch.
         make: Makes the plan of a batch, from the state that the running step will lead to.
         world: The device.
+        free: Whether the ranks may go on to it by themselves; asked when it is handed over.
     """
 
-    def __init__(self, following: Following, make: Callable[[Batch], Awaitable[StepPlan]], world: TrainerWorld) -> None:
+    def __init__(
+        self, following: Following, make: Callable[[Batch], Awaitable[StepPlan]], world: TrainerWorld, free: Callable[[], bool]
+    ) -> None:
         self._following = following
         self._make = make
         self._world = world
+        self._free = free
         self._batch: Batch | None = None
         self._made: asyncio.Task[StepPlan] | None = None
         self._task = asyncio.create_task(self._run(), name="next-plan")
@@ -52,7 +56,14 @@ class NextPlan:
             await self._following.changed.wait()
             self._following.changed.clear()  # the lane looks at everything again when the step has ended
         self._batch, self._made = batch, asyncio.ensure_future(self._make(batch))
-        await self._world.hand_over(await self._made)
+        await self._world.hand_over(await self._made, goes_on=self._free())
+
+    def gone_on_to(self, result: StepResult) -> StepPlan | None:
+        """The plan that the ranks have gone on to after the step; None: to none, or to none of this step's."""
+        if result.goes_on is None or self._made is None or not self._made.done() or self._made.cancelled():
+            return None
+        plan = None if self._made.exception() is not None else self._made.result()
+        return replace(plan, scalars=result.scalars) if plan is not None and plan.out_dir == result.goes_on else None
 
     async def plan(self) -> StepPlan | None:
         """The plan of what comes next, now that the step has run; None where that can't be known.

@@ -128,8 +128,7 @@ class StepRunner:
                 raise BatchGivenUpError(str(error)) from error
             try:
                 timer.lap("catch_up")
-                # Once it has failed it runs alone: what is handed over beside it may be what ended the ranks (rule 10).
-                coming = NextPlan(Following() if self._failures[key] else following, partial(self._plan_after, run, plan), self._world)
+                coming = self._coming(run, plan, following)
                 try:
                     result = await (self._world.run(plan, snapshot) if begun is None else self.ahead.take(begun))
                     timer.lap("in_world")
@@ -177,8 +176,17 @@ class StepRunner:
     async def _plan_after(self, run: ModelRun, before: StepPlan, batch: Batch) -> StepPlan:
         return await self._plans.after(run, before, batch, await self.attempts.new(run.state.model_id))
 
+    def _coming(self, run: ModelRun, plan: StepPlan, following: Following) -> NextPlan:
+        # Once it has failed it runs alone, and always where it may fail only once: what is beside it may be what ends the ranks (rule 10).
+        alone = self._failures[state_key(run.state)] > 0 or self._max_attempts == 1
+        make = partial(self._plan_after, run, plan)
+        return NextPlan(Following() if alone else following, make, self._world, lambda: self.ahead.model_id is None)
+
     async def _go_ahead(self, run: ModelRun, result: StepResult, coming: NextPlan) -> None:
-        """Begin the step after this one on the device, where all that it needs is at hand."""
+        """Begin the step after this one on the device, where all that it needs is at hand; the ranks may have begun it."""
+        if (gone_on_to := coming.gone_on_to(result)) is not None:
+            self.ahead.begin(gone_on_to)
+            return
         try:
             plan = await coming.plan()
         except Exception as error:  # noqa: BLE001 - it is the next step's to fail with, this one has run

@@ -1,10 +1,11 @@
 """The turn at the device: one world of ranks, and models that take turns on it in the order in which they ask.
 
-Guarantees: one step at a time; a rank that dies or hangs fails that step, not the worker, and the next step gets a new world; what the
-ranks hold is used only if it is the very state that was committed (exactly-once rule 5). A model whose turn ends is parked: its state is
-written to this worker's disk, and read from there when its turn comes again. Nothing that blocks runs on the event loop.
-Under a launcher (torchrun, deepspeed) the other ranks are its to start: a world that broke is reported through `lost`, and the worker
-ends, so that the launcher starts all of them anew. Gives up: more than one base model at a time on a device.
+Guarantees: one step at a time, and one that the ranks have gone on to by themselves is its asker's, or nobody's; a rank that dies or hangs
+fails that step, not the worker, and the next step gets a new world; what the ranks hold is used only if it is the very state that was
+committed (exactly-once rule 5). A model whose turn ends is parked: its state is written to this worker's disk, and read from there when its
+turn comes again. Nothing that blocks runs on the event loop. Under a launcher (torchrun, deepspeed) the other ranks are its to start: a
+world that broke is reported through `lost`, and the worker ends, so that the launcher starts all of them anew. Gives up: more than one base
+model at a time on a device; the order of asking for one step, which the ranks may have gone on to before another asked.
 """
 
 import asyncio
@@ -67,6 +68,12 @@ class TrainerWorld:
         self._resident: StateKey | None = None
         self._whose: str | None = None
         """The folder of the plan that has the turn."""
+        self._queue = 0
+        """How many wait for their turn."""
+        self._asked: set[str] = set()
+        """The folders of the plans that `run` was called with, and has not returned from."""
+        self._settled: dict[str, StepResult | HeadraceError] = {}
+        """What came, in another's turn, of plans that the ranks went on to, by their folder."""
         self._parking = settings.worker.work_dir.absolute() / "parked"
         self._parked: dict[str, StateKey] = {}
         self._forgetting: set[asyncio.Task[None]] = set()
@@ -80,10 +87,15 @@ class TrainerWorld:
         """Let the ranks load a base model before the first step asks for it."""
         self._ranks.preload(base)
 
-    async def hand_over(self, plan: StepPlan) -> None:
-        """Give the ranks a plan before its turn, to be made ready while another runs. It is run by `run` like any other."""
+    async def hand_over(self, plan: StepPlan, *, goes_on: bool) -> None:
+        """Give the ranks a plan before its turn, to be made ready while another runs. It is run by `run` like any other.
+
+        Args:
+            plan: The plan.
+            goes_on: They may begin it when they have made its state: `StepResult.goes_on` says that they did. Not if somebody waits.
+        """
         if self._ranks.alive:
-            await asyncio.to_thread(self._ranks.hand_over, plan)
+            await asyncio.to_thread(self._ranks.hand_over, plan, goes_on=goes_on and self._queue == 0)
 
     async def run(self, plan: StepPlan, snapshot: WeightsRef | None) -> StepResult:
         """Run a step when its turn comes.
@@ -101,19 +113,31 @@ class TrainerWorld:
             HeadraceError: the snapshot can't be fetched.
         """
         asked = time.monotonic()
-        async with self.turn():
-            logger.debug("step %d of %s waited %.3f s for its turn", plan.state.step + 1, plan.state.model_id, time.monotonic() - asked)
-            self._whose = plan.out_dir
-            try:
-                return await self._run(plan, snapshot)
-            finally:
-                self._whose = None
+        self._asked.add(plan.out_dir)
+        try:
+            async with self.turn():
+                logger.debug("step %d of %s waited %.3f s for its turn", plan.state.step + 1, plan.state.model_id, time.monotonic() - asked)
+                self._whose = plan.out_dir
+                try:
+                    return await self._run(plan, snapshot)
+                finally:
+                    self._whose = None
+        finally:
+            self._asked.discard(plan.out_dir)
+            self._settled.pop(plan.out_dir, None)
 
     def has_turn(self, plan: StepPlan) -> bool:
         """Whether the plan has its turn: what ends it now may end the ranks."""
         return self._whose == plan.out_dir
 
     async def _run(self, plan: StepPlan, snapshot: WeightsRef | None) -> StepResult:
+        if (settled := self._settled.pop(plan.out_dir, None)) is not None:
+            if isinstance(settled, HeadraceError):
+                raise settled
+            return settled
+        if self._ranks.alive and self._ranks.going == plan.out_dir:
+            return await self._result_of(plan)
+        await self._settle()
         if self._resident is not None and self._ranks.alive and self._resident.model_id != plan.state.model_id:
             await self._park(self._resident)
         if not self._ranks.alive:
@@ -123,9 +147,16 @@ class TrainerWorld:
                 raise WorldLostError
             await self._replace()
         load_from = await self._load_from(plan, snapshot)
+        try:
+            return await self._result_of(_with_load(plan, load_from))
+        finally:
+            if load_from is not None and load_from.parent != self._parking:
+                await asyncio.to_thread(shutil.rmtree, load_from, ignore_errors=True)
+
+    async def _result_of(self, plan: StepPlan) -> StepResult:
         self._resident = None
         try:
-            result = await self._in_thread(self._ranks.run, _with_load(plan, load_from))
+            result = await self._in_thread(self._ranks.run, plan)
         except asyncio.CancelledError:
             # The lane is lost, or the step is not wanted any more: nobody will commit it.
             logger.info("step %d of %s is cancelled", plan.state.step + 1, plan.state.model_id)
@@ -133,10 +164,23 @@ class TrainerWorld:
         finally:
             if self.launched and not self._ranks.alive:
                 self.lost.set()
-            if load_from is not None and load_from.parent != self._parking:
-                await asyncio.to_thread(shutil.rmtree, load_from, ignore_errors=True)
-        self._resident = result.key
+        self._resident = result.key if result.goes_on is None else None
         return result
+
+    async def _settle(self) -> None:
+        """Wait, in another's turn, for the end of a step that the ranks have gone on to; it is kept for who has asked for it."""
+        while self._ranks.alive and (going := self._ranks.going) is not None:
+            came: StepResult | HeadraceError
+            try:
+                came = await self._in_thread(RankWorld.settle, self._ranks)
+            except (StepFailedError, RankDiedError) as error:
+                came = error
+            else:
+                self._resident = came.key if came.goes_on is None else None
+            if going in self._asked:
+                self._settled[going] = came
+            else:
+                await asyncio.to_thread(shutil.rmtree, going, ignore_errors=True)
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -144,12 +188,17 @@ class TrainerWorld:
         if _turn_is_ours.get():
             yield
             return
-        async with self._turn:
-            token = _turn_is_ours.set(True)
-            try:
-                yield
-            finally:
-                _turn_is_ours.reset(token)
+        self._queue += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._queue -= 1
+        token = _turn_is_ours.set(True)
+        try:
+            yield
+        finally:
+            _turn_is_ours.reset(token)
+            self._turn.release()
 
     def holds(self, state: StateKey) -> bool:
         """Whether a step could start from this state without a snapshot. Not for long: somebody else's turn may break the world."""
@@ -178,6 +227,7 @@ class TrainerWorld:
 
     async def _forget(self, model_ids: frozenset[str]) -> None:
         async with self.turn():
+            await self._settle()
             for model_id in model_ids:
                 if (parked := self._parked.pop(model_id, None)) is not None:
                     await asyncio.to_thread(shutil.rmtree, self._parked_at(parked), ignore_errors=True)

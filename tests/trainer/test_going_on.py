@@ -1,0 +1,272 @@
+"""A rank that goes on by itself to the plan that it has: beside the writing of the step before, and with the same bits."""
+
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from tests.trainer.tiny import ONE_THREAD
+
+from headrace.core.errors import HeadraceError
+from headrace.schemas.state import TrainingScalars
+from headrace.schemas.training import TrainConfig
+from headrace.trainer.computed import ComputedStep
+from headrace.trainer.engine import TrainingEngine
+from headrace.trainer.inbox import Inbox
+from headrace.trainer.plan import Ahead, Answer, Failure, HandedOver, Saved, SavePlan, StateKey, StepPlan, StepResult
+from headrace.trainer.plan_runner import PlanRunner
+from headrace.trainer.rank import RankWorld, StepFailedError
+from headrace.trainer.world import Seat, WorldSettings
+
+Plans = Callable[..., StepPlan]
+
+
+def weights(plan: StepPlan) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(plan.out_dir, "weights").iterdir()}
+
+
+def two_plans(make_plan: Plans, name: str, **options: object) -> tuple[StepPlan, StepPlan]:
+    first = replace(make_plan(attempt=name, **options), snapshot=False)
+    return first, replace(make_plan(made_by(first), attempt=f"{name}-next", **options), snapshot=False)
+
+
+def made_by(plan: StepPlan) -> StateKey:
+    return replace(plan.state, step=plan.state.step + 1, attempt=plan.attempt)
+
+
+class Rank:
+    """A rank without a process: its plans are run here, what it answers is kept."""
+
+    def __init__(self, following: StepPlan | None) -> None:
+        self.engine = TrainingEngine(ONE_THREAD)
+        self.answers: list[Answer] = []
+        self.went_on = threading.Event()
+        self._following = following
+        self.plans = PlanRunner(self.engine, ONE_THREAD, Seat(), self.answers.append, self._next)
+
+    def _next(self, state: StateKey, scalars: TrainingScalars) -> StepPlan | None:
+        plan, self._following = self._following, None
+        if plan is None:
+            self.went_on.set()
+            return None
+        assert plan.state == state
+        return replace(plan, scalars=scalars)
+
+
+@pytest.fixture
+def finishes_late(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rank], None]:
+    """The first step of a rank is written when its second one has been computed."""
+
+    def late(rank: Rank) -> None:
+        finish = ComputedStep.finish
+
+        def waits(computed: ComputedStep) -> StepResult:
+            if computed.plan.state.step == 0:
+                assert rank.went_on.wait(30)
+            return finish(computed)
+
+        monkeypatch.setattr(ComputedStep, "finish", waits)
+        computing = rank.engine.compute
+
+        def notes(plan: StepPlan) -> ComputedStep:
+            computed = computing(plan)
+            if plan.state.step == 1:
+                rank.went_on.set()
+            return computed
+
+        monkeypatch.setattr(rank.engine, "compute", notes)
+
+    return late
+
+
+@pytest.mark.parametrize("adaptation", ["full", "lora"])
+def test_a_step_that_is_gone_on_to_changes_nothing_of_the_one_before_and_trains_what_it_would_have_trained(
+    make_plan: Plans, finishes_late: Callable[[Rank], None], adaptation: str
+):
+    alone = TrainingEngine(ONE_THREAD)
+    plain_first, plain_second = two_plans(make_plan, "plain", adaptation=adaptation)
+    expected = [alone.run(plain_first)]
+    expected.append(alone.run(replace(plain_second, scalars=expected[0].scalars)))
+    first, second = two_plans(make_plan, "going", adaptation=adaptation)
+    rank = Rank(second)
+    finishes_late(rank)
+    assert rank.plans.run(first) is None
+    results = [answer for answer in rank.answers if isinstance(answer, StepResult)]
+    assert [result.goes_on for result in results] == [second.out_dir, None]
+    for mine, plain in zip(results, expected, strict=True):
+        assert (mine.loss, mine.grad_norm, mine.plan_digest, mine.seed) == (plain.loss, plain.grad_norm, plain.plan_digest, plain.seed)
+        assert (mine.scalars, mine.updates, mine.num_sequences, mine.tokens) == (
+            plain.scalars,
+            plain.updates,
+            plain.num_sequences,
+            plain.tokens,
+        )
+    assert (weights(first), weights(second)) == (weights(plain_first), weights(plain_second))
+
+
+def test_of_a_step_that_went_on_from_one_that_can_not_be_written_nothing_is_said_and_nothing_is_kept(
+    make_plan: Plans, finishes_late: Callable[[Rank], None]
+):
+    first, second = two_plans(make_plan, "going")
+    rank = Rank(second)
+    finishes_late(rank)
+    Path(first.out_dir).write_text("no folder")
+    failure = rank.plans.run(first)
+    assert failure is not None
+    assert "Error" in failure.text
+    assert rank.answers == [failure]
+    with pytest.raises(HeadraceError, match="does not hold"):
+        rank.engine.compute(make_plan(made_by(second)))
+
+
+def test_a_step_that_can_not_be_written_leaves_nothing_on_the_device(make_plan: Plans):
+    first, second = two_plans(make_plan, "alone")
+    rank = Rank(None)
+    Path(first.out_dir).write_text("no folder")
+    failure = rank.plans.run(first)
+    assert rank.answers == [failure]
+    with pytest.raises(HeadraceError, match="does not hold"):
+        rank.engine.compute(second)
+
+
+def test_a_step_that_raises_where_it_was_gone_on_to_fails_after_the_result_of_the_one_before(make_plan: Plans):
+    first, second = two_plans(make_plan, "going")
+    rank = Rank(replace(second, config=TrainConfig(kl_loss_coef=0.1)))
+    failure = rank.plans.run(first)
+    assert failure is not None
+    assert "brings none" in failure.text
+    (result, last) = rank.answers
+    assert isinstance(result, StepResult)
+    assert (result.goes_on, last) == (second.out_dir, failure)
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[Connection, Connection]]:
+    ours, theirs = multiprocessing.Pipe()
+    yield ours, theirs
+    ours.close()
+
+
+def test_a_plan_is_gone_on_to_only_by_the_step_that_it_was_handed_over_for(make_plan: Plans, pipe: tuple[Connection, Connection]):
+    ours, theirs = pipe
+    packed = threading.Semaphore(0)
+    inbox = Inbox(theirs, lambda _plan: packed.release())
+    first, second = two_plans(make_plan, "p")
+    scalars = TrainingScalars(updates=7)
+
+    def hand_over(goes_on: bool) -> None:
+        ours.send(("ahead", Ahead(plan=second, goes_on=goes_on)))
+        assert packed.acquire(timeout=10)
+        ours.send(("preload", first.base))
+        assert inbox.next()[0] == "preload", "all that was sent before is read"
+
+    hand_over(goes_on=False)
+    assert inbox.following(second.state, scalars) is None, "it is the worker's to say"
+    hand_over(goes_on=True)
+    assert inbox.following(replace(second.state, attempt="another"), scalars) is None, "another state"
+    ours.send(("drop", None))
+    ours.send(("run", first))
+    assert inbox.next() == ("drop", None)
+    assert inbox.next()[0] == "run"
+    assert inbox.following(second.state, scalars) is None, "it was handed over for the step before"
+    ours.send(("run", HandedOver.of(second)))
+    assert inbox.next()[0] == "run", "it can still be run"
+    hand_over(goes_on=True)
+    ours.send(("drop", None))
+    while inbox._messages.empty():
+        pass
+    assert inbox.following(second.state, scalars) is None, "a message waits"
+    assert inbox.next() == ("drop", None)
+    found = inbox.following(second.state, scalars)
+    assert found is not None
+    assert (found.attempt, found.scalars) == (second.attempt, scalars)
+    assert inbox.following(second.state, scalars) is None, "it is gone"
+
+
+def test_a_plan_that_can_not_be_made_ready_is_not_gone_on_to(make_plan: Plans, pipe: tuple[Connection, Connection]):
+    ours, theirs = pipe
+    tried = threading.Event()
+
+    def fails(_plan: StepPlan) -> None:
+        tried.set()
+        raise MemoryError
+
+    inbox = Inbox(theirs, fails)
+    first, second = two_plans(make_plan, "p")
+    ours.send(("ahead", Ahead(plan=second, goes_on=True)))
+    assert tried.wait(10)
+    ours.send(("preload", first.base))
+    inbox.next()
+    assert inbox.following(second.state, TrainingScalars()) is None
+
+
+def answered(plan: StepPlan, engine: TrainingEngine, goes_on: str | None = None) -> StepResult:
+    return replace(engine.run(plan), goes_on=goes_on)
+
+
+def test_the_worker_sends_no_word_for_a_step_that_is_under_way_and_gets_its_result(make_plan: Plans):
+    """No process is started: the rank's end of the pipe is ours."""
+    first, second = two_plans(make_plan, "p")
+    engine = TrainingEngine(ONE_THREAD)
+    results = answered(first, engine, second.out_dir), answered(second, engine)
+    world = RankWorld(WorldSettings())
+    theirs = world._theirs[0]
+    world.hand_over(second, goes_on=True)
+    theirs.send(results[0])
+    assert world.run(first) == results[0]
+    assert world.going == second.out_dir
+    with pytest.raises(AssertionError, match="gone on to another step"):
+        world.run(first)
+    with pytest.raises(AssertionError, match="gone on to another step"):
+        world.save(SavePlan(state=second.state, folder=""))
+    theirs.send(results[1])
+    assert world.run(second) == results[1]
+    assert world.going is None
+    theirs.send(Saved())
+    world.save(SavePlan(state=second.state, folder=""))
+    assert [theirs.recv()[0] for _ in range(3)] == ["ahead", "run", "run"], "first, and the save"
+    world.close()
+
+
+def test_a_failure_ends_what_was_gone_on_to(make_plan: Plans):
+    """As above."""
+    first, second = two_plans(make_plan, "p")
+    engine = TrainingEngine(ONE_THREAD)
+    world = RankWorld(WorldSettings())
+    world._theirs[0].send(answered(first, engine, second.out_dir))
+    world.run(first)
+    world._theirs[0].send(Failure(text="it could not"))
+    with pytest.raises(StepFailedError, match="it could not"):
+        world.settle()
+    assert world.going is None
+    world.close()
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_world_go_on_together(make_plan: Plans):
+    alone = TrainingEngine(ONE_THREAD)
+    world = RankWorld(WorldSettings(size=2, threads=1))
+    world.start()
+    with ThreadPoolExecutor() as threads:
+        for turn in range(20):  # it is handed over in time, or not: until it is
+            first, second = two_plans(make_plan, f"turn-{turn}")
+            running = threads.submit(world.run, first)
+            while not world._sending.locked() and not running.done():
+                pass  # the plan is under way to the rank: what is handed over comes behind it
+            world.hand_over(second, goes_on=True)
+            result = running.result(60)
+            if result.goes_on is not None:
+                break
+            world.run(replace(second, scalars=result.scalars))
+    assert result.goes_on == second.out_dir
+    gone_on_to = world.run(second)
+    assert world.run(make_plan(gone_on_to.key, attempt="third")).key.step == 3, "and wait for the next one"
+    plain = two_plans(make_plan, "plain")
+    expected = alone.run(plain[0])
+    assert gone_on_to.loss == pytest.approx(alone.run(replace(plain[1], scalars=expected.scalars)).loss, rel=1e-4)
+    world.kill()
+    world.close()

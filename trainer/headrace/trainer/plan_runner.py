@@ -1,0 +1,125 @@
+"""Plans at one rank: each is run, and the one that was handed over to follow it is gone on to without a word from the worker.
+
+Guarantees: results come out in the order of the steps, each when its files are there; where one can't be finished, nothing is said of the
+step that went on from it, and its state is dropped. All ranks of a world go on, or none. Gives up: finishing more than one step at a time.
+"""
+
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from headrace.schemas.state import TrainingScalars
+from headrace.trainer.plan import Answer, Failure, SavePlan, StateKey, StepPlan
+from headrace.trainer.store_words import tell
+from headrace.trainer.world import Seat, WorldSettings
+
+if TYPE_CHECKING:  # they import torch, which only a rank does
+    from headrace.trainer.computed import ComputedStep
+    from headrace.trainer.engine import TrainingEngine
+
+P = TypeVar("P")
+
+
+class PlanRunner:
+    """Runs plans on this rank.
+
+    Args:
+        engine: What runs them.
+        world: Of how many ranks.
+        seat: This rank's place.
+        answer: Tells the worker; may be called from another thread.
+        following: The plan that may follow a step, given the state that the step made and its scalars; asked at rank 0.
+    """
+
+    def __init__(
+        self,
+        engine: "TrainingEngine",
+        world: WorldSettings,
+        seat: Seat,
+        answer: Callable[[Answer], None],
+        following: Callable[[StateKey, TrainingScalars], StepPlan | None],
+    ) -> None:
+        self._engine = engine
+        self._world = world
+        self._seat = seat
+        self._answer = answer
+        self._following = following
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finishes")
+        self._finishing: Future[Failure | None] | None = None
+
+    def run(self, plan: StepPlan | SavePlan | None) -> Failure | None:
+        """Run a plan, and those that follow it. Only rank 0 gets the plan itself.
+
+        Returns:
+            What has failed, and was answered; the device holds nothing then.
+        """
+        try:
+            shared = self._shared(plan)
+            if isinstance(shared, SavePlan):
+                saved = self._engine.save(shared)
+                if self._seat.rank == 0:
+                    self._answer(saved)
+                return None
+            return self._steps(shared)
+        except Exception:  # noqa: BLE001 - reported, and judged by the worker
+            text = traceback.format_exc()
+        return self._finished() or self._fail(text)
+
+    def _steps(self, first: StepPlan) -> Failure | None:
+        plan: StepPlan | None = first
+        while plan is not None:
+            computed = self._engine.compute(plan)
+            if (failure := self._finished()) is not None:
+                self._engine.drop()  # what was gone on from is no state
+                return failure
+            plan = self._broadcast(self._following(computed.key, computed.scalars) if self._seat.rank == 0 else None)
+            if self._seat.rank != 0:
+                continue
+            if plan is None:
+                return self._finish(computed, None)
+            computed.let_go()
+            self._finishing = self._thread.submit(self._finish, computed, plan.out_dir)
+        return None
+
+    def _finish(self, computed: "ComputedStep", goes_on: str | None) -> Failure | None:
+        try:
+            result = computed.finish()
+        except Exception:  # noqa: BLE001 - as in `run`
+            text = traceback.format_exc()
+        else:
+            self._answer(replace(result, goes_on=goes_on))
+            return None
+        if goes_on is None:
+            self._engine.drop()
+        return self._fail(text)
+
+    def _fail(self, text: str) -> Failure:
+        failure = Failure(text=text)
+        self._answer(failure)
+        return failure
+
+    def _finished(self) -> Failure | None:
+        """Wait until the step before is finished; its failure."""
+        finishing, self._finishing = self._finishing, None
+        return None if finishing is None else finishing.result()
+
+    def _shared(self, plan: StepPlan | SavePlan | None) -> StepPlan | SavePlan:
+        """The plan at every rank."""
+        if self._world.size > 1 and self._seat.rank == 0:
+            tell("run")
+        shared = self._broadcast(plan)
+        if shared is None:
+            raise RuntimeError("rank 0 was asked to run without a plan")
+        return shared
+
+    def _broadcast(self, plan: P) -> P:
+        """What rank 0 has, at every rank."""
+        if self._world.size == 1:
+            return plan
+        import torch  # noqa: PLC0415 - the engine imported it
+
+        box = [plan]
+        torch.distributed.broadcast_object_list(box, src=0)
+        return box[0]
