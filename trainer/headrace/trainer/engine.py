@@ -106,7 +106,7 @@ class TrainingEngine:
         self._warn(plan.state.model_id, options)
         loaded = self._resident.at(plan)
         seed = seed_of(plan)
-        torch.manual_seed(seed)
+        _seed_generators(seed)
         clock.lap("prepare")
         shape = self._shape = RowShape(
             tokens=self._world.tokens_per_pass or TOKENS[device().type], ranks=self._world.size, alone=loaded.scorer.width is None
@@ -187,7 +187,7 @@ class TrainingEngine:
             transformers=_version("transformers"),
             deepspeed=_version("deepspeed"),
             python=platform.python_version(),
-            device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            device=torch.cuda.get_device_name() if device().type == "cuda" else "CPU",
             world_size=self._world.size,
             threads=self._threads,
             zero_stage=self._world.zero_stage,
@@ -202,6 +202,13 @@ class TrainingEngine:
         if self._seat.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
         save_state(folder, key, loaded.trainable)
+
+
+def _seed_generators(seed: int) -> None:
+    if device().type == "cpu":  # for GPUs that are not there torch keeps a stack trace, which takes half a millisecond
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 @cache

@@ -36,6 +36,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.trainer.advantages import population_deviation
+from headrace.trainer.deepspeed_setup import device
 from headrace.trainer.groups import TokenizedGroup
 from headrace.trainer.loss import LOG_RATIO_BOUND
 from headrace.trainer.reward_trend import reward_deviation
@@ -143,7 +144,7 @@ def batch_metrics(groups: Sequence[TokenizedGroup], updates: Sequence[PackedUpda
 
 def peak_memory() -> float:
     """Bytes: of this process's GPU since `reset_peak_memory`, or of its resident memory since its start where there is no GPU."""
-    if torch.cuda.is_available():
+    if device().type == "cuda":
         return float(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else peak * 1024)
@@ -151,7 +152,7 @@ def peak_memory() -> float:
 
 def reset_peak_memory() -> None:
     """The next peak is counted from here; only a GPU's can be."""
-    if torch.cuda.is_available():
+    if device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
 

@@ -55,8 +55,9 @@ def check_finite(trainable: Trainable) -> None:
 
 
 def _check(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    # All of them, whatever is found: the other ranks take part in gathering each.
-    bad = [name for name, tensor in parameters if not bool(tensor.isfinite().all())]
+    # All of them, whatever is found: the other ranks take part in gathering each. Looked at once, since each look waits for the device.
+    finite = {name: tensor.isfinite().all() for name, tensor in parameters}
+    bad = [] if not finite or bool(torch.stack(list(finite.values())).all()) else [name for name, good in finite.items() if not bool(good)]
     if bad:
         raise DivergedError(f"the update made {bad[0]} infinite or NaN: lower the learning rate or the weight decay; the step is not taken")
 
