@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
+from aiokafka.consumer.fetcher import PartitionRecords
 from aiokafka.errors import CorruptRecordException
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from tests.consumers.tls_broker import tls_broker
 
-from headrace.consumers.lanes.swift_consumer import FrameProtocol, SwiftConsumer, intact
+from headrace.consumers.lanes.swift_batches import _Batches, make_swift
+from headrace.consumers.lanes.swift_consumer import FrameProtocol, SwiftConsumer
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings, TopicSettings
 from headrace.core.topic_admin import apply
@@ -48,7 +49,16 @@ def at_beginning(consumer: AIOKafkaConsumer, partition: TopicPartition) -> None:
     consumer.seek(partition, 0)
 
 
-async def test_it_reads_what_the_other_reads_in_one_buffer_and_with_the_processors_checksums(kafka: str, settings: Settings) -> None:
+async def test_it_reads_what_the_other_reads_in_one_buffer_and_unpacks_each_answer_by_the_swift_way(
+    kafka: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+
+    def noting(records: PartitionRecords | None, data: bytes | None, room: bytearray) -> None:
+        make_swift(records, data, room)
+        made.append(records and type(records._records))
+
+    monkeypatch.setattr("headrace.consumers.lanes.swift_consumer.make_swift", noting)
     partition = TopicPartition(settings.topic_names.trajectory_groups, 0)
     count = await filled(kafka, partition.topic)
     found = []
@@ -59,7 +69,8 @@ async def test_it_reads_what_the_other_reads_in_one_buffer_and_with_the_processo
             nodes = [c for (node, _), c in consumer._client._conns.items() if isinstance(node, int)]
             swift = [isinstance(connection._writer.transport.get_protocol(), FrameProtocol) for connection in nodes]
             assert swift == [kind is SwiftConsumer] * len(nodes)
-            assert consumer._fetcher._check_crcs is (kind is AIOKafkaConsumer)
+    assert _Batches in made
+    assert set(made) <= {_Batches, None}  # None: an answer without records
     assert found[0] == found[1]
     assert [record.offset for record in found[1]] == list(range(count))
 
@@ -120,27 +131,3 @@ async def test_it_reads_by_the_swift_way_where_the_broker_speaks_tls(tmp_path: P
                 connection._writer.transport.abort()
             at_beginning(consumer, partition)
             assert [record.value for record in await read(consumer, partition, len(values))] == values
-
-
-def batch(values: list[bytes]) -> bytes:
-    builder = DefaultRecordBatchBuilder(2, 0, 0, -1, -1, -1, 1 << 20)
-    for i, value in enumerate(values):
-        builder.append(i, 1, None, value, [])
-    return bytes(builder.build())
-
-
-def test_batches_are_intact_up_to_one_that_is_cut_off() -> None:
-    one, other = batch([b"a", b"b"]), batch([b"c" * 5000])
-    assert intact(None)
-    assert intact(b"")
-    assert intact(one + other)
-    assert intact(one + other[:-1])
-    assert intact(one + other[:20])
-
-
-@pytest.mark.parametrize("at", [8, 16, 17, 21, 40, -1])
-def test_a_batch_is_not_intact_with_another_byte_in_what_the_checksum_covers_or_in_what_says_so(at: int) -> None:
-    one, other = batch([b"a", b"b"]), batch([b"c" * 5000])
-    changed = bytearray(one)
-    changed[at] ^= 0x80
-    assert not intact(bytes(changed) + other)

@@ -1,28 +1,27 @@
 """An aiokafka consumer that touches what it fetches fewer times: a lane's reader spends most of its time on moving bytes.
 
 aiokafka collects an answer in pieces, each with a turn of the event loop and copies of its own, and computes checksums in software, which
-is a third of all it does. Here an answer is received into one buffer, and checksums are computed by the processor.
+is a third of all it does. Here an answer is received into one buffer, out of which its batches are copied once; `swift_batches.py` checks
+and unpacks them.
 
-Guarantees: the records, errors and requests of `AIOKafkaConsumer`. Each batch's checksum is verified; one that is wrong, or of an older
-kind of batch, is left to aiokafka's own check, which says so. Connections are taken over while nothing is under way on them, and end as
-aiokafka ends them. Gives up: independence of aiokafka's internals: it needs the release that pyproject.toml names (as `core/raw_fetch.py`).
+Guarantees: the records, errors and requests of `AIOKafkaConsumer`. Connections are taken over while nothing is under way on them, and end
+as aiokafka ends them. Gives up: independence of aiokafka's internals: it needs the release that pyproject.toml names (as
+`core/raw_fetch.py`).
 """
 
 import asyncio
 import struct
+import time
 import weakref
+from collections import defaultdict
 from typing import Any
 
-import google_crc32c
-import numpy as np
-from aiokafka import AIOKafkaConsumer
+from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.protocol.fetch import FetchRequest
 
-_BATCH = struct.Struct(">qiibI")
-"""Base offset, length of what follows the length, leader epoch, magic, checksum of what follows the checksum."""
-_LENGTH_END, _CHECKSUM_END = 12, 21
-_MAGIC = 2
+from headrace.consumers.lanes.swift_batches import ROOM, make_swift
+
 _SIZE = struct.Struct(">i")
 _ROOM = 5 << 20
 """For most answers: as many bytes as a lane's reader asks for, and a little more."""
@@ -35,7 +34,10 @@ class SwiftConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # aiokafka is unty
         """Connect."""
         self._plain_send, self._plain_connection = self._client.send, self._client._get_conn
         self._client.send, self._client._get_conn = self._send, self._connection
+        self._rooms: defaultdict[TopicPartition, bytearray] = defaultdict(lambda: bytearray(ROOM))
+        """Memory that is kept is faster; pages of it that nothing was written to cost nothing."""
         await super().start()
+        self._plain_process, self._fetcher._proc_fetch_request = self._fetcher._proc_fetch_request, self._process
 
     async def _connection(self, *args: object, **options: object) -> AIOKafkaConnection | None:
         connection = await self._plain_connection(*args, **options)
@@ -45,32 +47,20 @@ class SwiftConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # aiokafka is unty
 
     async def _send(self, node_id: int, request: object, **options: object) -> Any:  # noqa: ANN401 - any answer of Kafka's
         answer = await self._plain_send(node_id, request, **options)
-        if isinstance(request, FetchRequest) and self._fetcher is not None:
-            # No await until the fetcher has asked for this: it makes records of the answer at once.
-            sets = (partition[-1] for _topic, partitions in answer.topics for partition in partitions)
-            self._fetcher._check_crcs = self._check_crcs and not all(map(intact, sets))
+        if isinstance(request, FetchRequest):
+            request.answer = answer
         return answer
 
-
-def intact(batches: bytes | None) -> bool:
-    """Whether all batches have their checksums; False also where that can't be said here. The last may be cut off: nobody reads it."""
-    if google_crc32c.implementation != "c":
-        return False
-    if not batches:
-        return True
-    data = np.frombuffer(batches, np.uint8)  # slices without copies, which the library takes; it takes no memoryview
-    at = 0
-    while len(batches) - at >= _BATCH.size:
-        _, length, _, magic, checksum = _BATCH.unpack_from(batches, at)
-        stop = at + _LENGTH_END + length
-        if magic != _MAGIC or stop < at + _CHECKSUM_END:
-            return False
-        if stop > len(batches):
-            break
-        if google_crc32c.value(data[at + _CHECKSUM_END : stop]) != checksum:
-            return False
-        at = stop
-    return True
+    async def _process(self, assignment: object, node_id: int, request: Any) -> Any:  # noqa: ANN401 - aiokafka is untyped
+        found = await self._plain_process(assignment, node_id, request)
+        # No turn of the loop since the fetcher has made records of the answer: nobody has read one.
+        answer = vars(request).pop("answer", None)
+        for topic, partitions in () if answer is None else answer.topics:
+            for partition, *_, data in partitions:
+                where = TopicPartition(topic, partition)
+                records = getattr(self._fetcher._records.get(where), "_partition_records", None)
+                make_swift(records, data, self._rooms[where])
+        return found
 
 
 def take_over(connection: AIOKafkaConnection) -> None:
@@ -125,10 +115,10 @@ class FrameProtocol(asyncio.BufferedProtocol):
         if not self._sized:
             self._await_body()
             return
-        body = bytes(self._buffer)
+        body = self._buffer
         self._await_size()
-        if (connection := self._connection()) is not None:
-            connection._handle_frame(body)
+        if (connection := self._connection()) is not None and not _fetched(connection, body):
+            connection._handle_frame(bytes(body))
 
     def eof_received(self) -> bool | None:
         """The broker says no more."""
@@ -152,3 +142,31 @@ class FrameProtocol(asyncio.BufferedProtocol):
     def _end(self, error: Exception) -> None:
         if (connection := self._connection()) is not None:
             connection.close(reason=CloseReason.CONNECTION_BROKEN, exc=error)
+
+
+def _fetched(connection: AIOKafkaConnection, body: memoryview) -> bool:
+    """Answer a fetch as aiokafka does, but without its copy of all the answer; False: it is another answer, or not the one that is due."""
+    correlation_id, request, future = connection._requests[0]
+    if correlation_id is None or request.API_KEY != FetchRequest.API_KEY or future.done():
+        return False
+    reading = _Reading(body)
+    if request.parse_response_header(reading).correlation_id != correlation_id:
+        return False
+    future.set_result(request.RESPONSE_TYPE.decode(reading))
+    connection._last_action = time.monotonic()
+    connection._requests.popleft()
+    return True
+
+
+class _Reading:
+    """What aiokafka's types read from."""
+
+    def __init__(self, body: memoryview) -> None:
+        self._body = body
+        self._at = 0
+
+    def read(self, count: int) -> bytes:
+        """The next bytes, fewer at the end."""
+        begin = self._at
+        self._at = begin + count
+        return bytes(self._body[begin : self._at])
