@@ -8,6 +8,7 @@ Guarantees: NaN and infinity are refused (orjson alone would write null); unknow
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -15,7 +16,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
 from headrace.schemas.base import all_finite
-from headrace.schemas.chat import Choice
+from headrace.schemas.chat import Choice, Message
 from headrace.schemas.errors import CodecError
 from headrace.schemas.parsing import check_finite, write_json
 from headrace.schemas.reasons import DeadLetterReason as Reason
@@ -24,6 +25,10 @@ from headrace.schemas.turns import raw_choices
 
 Beside = Sequence[Mapping[str, Any] | None]
 """For each choice of a group, in wire order: the fields in which its sampled tokens are written; None where it has text only."""
+
+_SIMPLE = frozenset({str, int, bool, type(None)})
+"""Nothing of these is NaN or infinite, or a model."""
+_ITEMS = frozenset({Message, Choice})
 
 
 def write_group(group: TrajectoryGroup, beside: Beside) -> bytes:
@@ -58,17 +63,18 @@ def _check_choice(choice: Choice, fields: Mapping[str, Any] | None, i: int) -> N
 
 def _fields(item: object, waiting: Iterator[tuple[Choice, Mapping[str, Any] | None]]) -> dict[str, Any]:
     """The fields of a model, for orjson; it takes any error here as "can't write", which the slow way then explains."""
-    if not isinstance(item, BaseModel):
-        raise TypeError(type(item).__name__)
-    fields = item.__dict__
-    extra = item.__pydantic_extra__
+    kind = type(item)
+    if not _is_model(kind):
+        raise TypeError(kind.__name__)
+    fields: dict[str, Any] = item.__dict__
+    extra: dict[str, Any] | None = item.__pydantic_extra__  # type: ignore[attr-defined]  # it is a model
     if extra:
         fields = {**fields, **extra}
     # Most fields are null, empty or text: looked at here, before the call that costs more than the look. NaN is true.
     for value in fields.values():
-        if value and type(value) is not str and not _is_sound(value):
+        if value and type(value) not in _SIMPLE and not _is_sound(value):
             raise TypeError("not finite, or a list of models and others")
-    if type(item) is Choice:
+    if kind is Choice:
         expected, beside = next(waiting)
         if expected is not item:
             raise TypeError("a choice outside of the histories")
@@ -79,13 +85,22 @@ def _fields(item: object, waiting: Iterator[tuple[Choice, Mapping[str, Any] | No
 
 def _is_sound(value: object) -> bool:
     """Finite as far as orjson does not ask again: for a model inside it does."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, list):
-        if isinstance(value[0], BaseModel):
-            return all(isinstance(entry, BaseModel) for entry in value)
-        return all_finite(value)
-    return isinstance(value, BaseModel | int) or all_finite(value)
+    kind = type(value)
+    if kind is float:
+        return math.isfinite(value)  # type: ignore[arg-type]  # it is a float
+    if kind is list or kind is dict:
+        inner = {*map(type, value.values() if kind is dict else value)}  # type: ignore[attr-defined, call-overload]  # it is one of them
+        if inner <= _SIMPLE or (kind is list and inner <= _ITEMS):
+            return True
+        if kind is list and any(map(_is_model, inner)):
+            return all(map(_is_model, inner))
+    return _is_model(kind) or all_finite(value)
+
+
+@lru_cache(maxsize=256)
+def _is_model(kind: type) -> bool:
+    """Asked of each value: pydantic's answer alone takes longer than to write it."""
+    return issubclass(kind, BaseModel)
 
 
 def _write_slowly(group: TrajectoryGroup, beside: Beside) -> bytes:
