@@ -3,15 +3,17 @@
 Guarantees: acks=all and idempotent, so a retry inside the client never doubles a record; every write ends within the request timeout,
 in a position or in a `DeliveryError` that says whether the record may be in the log (aiokafka alone would retry for ever). After an
 error that leaves a hole in the client's sequence numbers (aio-libs/aiokafka#1017) the next write goes through a new client.
-Batches of many bytes are compressed in a thread: aiokafka does it on the event loop, 0.4 ms for 100 KB with zstd, 7 ms with lz4.
+Batches of many bytes are compressed in a thread (`packed_batches.py`): aiokafka does it on the event loop, 0.4 ms for 100 KB with zstd,
+7 ms with lz4.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError, KafkaTimeoutError, UnknownTopicOrPartitionError
 from aiokafka.structs import RecordMetadata
 
@@ -20,11 +22,13 @@ from headrace.core.kafka import KafkaUnavailableError, client_options, plain_err
 from headrace.core.settings import Settings
 from headrace.core.topic_metadata import partition_count
 from headrace.producers.errors import DeliveryError
+from headrace.producers.packed_batches import pack_in_threads
 
 BATCH_BYTES = 256 * 1024
 """Of one request to a partition; a larger record goes alone."""
-_OFF_LOOP_BYTES = 32 * 1024
 _STOP_SECONDS = 5.0
+_THREADS = 2
+"""That compress: lz4 takes a while, and several partitions may be due."""
 
 
 class KafkaLink:
@@ -45,6 +49,7 @@ class KafkaLink:
         self._client: AIOKafkaProducer | None = None
         self._broken = False
         self._renewal = asyncio.Lock()
+        self._threads: ThreadPoolExecutor | None = None
 
     async def start(self) -> None:
         """Connect, and see that the topic is there.
@@ -99,6 +104,9 @@ class KafkaLink:
         if self._client is not None:
             await _end(self._client)
             self._client = None
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+            self._threads = None
 
     async def _working(self) -> AIOKafkaProducer:
         if self._client is not None and not self._broken:
@@ -132,26 +140,9 @@ class KafkaLink:
                     raise KafkaTimeoutError(f"no producer id within {self._timeout:g} s") from None
                 raise
         if self._compression is not None:
-            _compress_in_threads(client)
+            self._threads = self._threads or ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="headrace-compress")
+            pack_in_threads(client, self._threads)
         return client
-
-
-def _compress_in_threads(client: AIOKafkaProducer) -> None:
-    """Build large batches off the loop, before the client asks for them.
-
-    aiokafka offers no place for this, so it uses private names (hence aiokafka<0.15, and a test). It is safe: a batch that is on its
-    way to be sent takes no more records, its sequence numbers are set, and what was built once is kept for retries.
-    """
-    sender = client._sender
-    send = sender._send_produce_req
-
-    async def build_then_send(node_id: int, batches: dict[TopicPartition, Any]) -> None:
-        large = [batch for batch in batches.values() if batch._builder.size() > _OFF_LOOP_BYTES]
-        if large:
-            await asyncio.to_thread(lambda: [batch.get_data_buffer() for batch in large])
-        await send(node_id, batches)
-
-    sender._send_produce_req = build_then_send
 
 
 async def _end(client: AIOKafkaProducer) -> None:
