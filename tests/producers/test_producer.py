@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiokafka.producer.message_accumulator import BatchBuilder
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from tests.producers.conftest import PARTITIONS, ReadAll, make_group, make_topic
 
 from headrace.core.kafka import KafkaUnavailableError
@@ -16,7 +16,14 @@ from headrace.core.lanes import lane_of
 from headrace.core.payloads import redeem
 from headrace.core.settings import KafkaSettings, ProducerSettings, Settings, TopicSettings
 from headrace.core.store import open_store
-from headrace.producers import BufferFullError, DeliveryError, InvalidGroupError, ProducerClosedError, TrajectoryProducer
+from headrace.producers import (
+    BufferFullError,
+    DeliveryError,
+    InvalidGroupError,
+    ProducerClosedError,
+    TrajectoryProducer,
+    packed_batches,
+)
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.codec import JSON_TYPE, SAFETENSORS_TYPE, decode_group, sampled
 from headrace.schemas.envelope import header_text, open_record
@@ -320,14 +327,13 @@ async def test_encoding_a_large_group_does_not_hold_up_the_event_loop(producer_s
 async def test_compressing_a_large_batch_does_not_hold_up_the_event_loop(producer_settings: Settings, monkeypatch: pytest.MonkeyPatch):
     settings = with_producer(producer_settings, compression="lz4", inline_limit_bytes=900_000)
     threads: list[threading.Thread] = []
-    build = BatchBuilder._build
+    pack = packed_batches._packed
 
-    def noted(builder: BatchBuilder) -> Any:
-        if builder._buffer is None:
-            threads.append(threading.current_thread())
-        return build(builder)
+    def noted(builder: DefaultRecordBatchBuilder) -> bytearray:
+        threads.append(threading.current_thread())
+        return pack(builder)
 
-    monkeypatch.setattr(BatchBuilder, "_build", noted)
+    monkeypatch.setattr(packed_batches, "_packed", noted)
     async with TrajectoryProducer(settings, model_id="m") as producer:
         await producer.send(sampled(make_group(tokens=50_000)))
     assert threads

@@ -67,6 +67,7 @@ class _Packing:
 
 class _PackedBuilder(BatchBuilder):  # type: ignore[misc]  # aiokafka is untyped
     packing: _Packing
+    _buffer: bytearray | None
 
     def append(self, **record: Any) -> Any:  # noqa: ANN401 - as above
         metadata = super().append(**record)
@@ -82,7 +83,7 @@ class _PackedBuilder(BatchBuilder):  # type: ignore[misc]  # aiokafka is untyped
         if packing.begun is None:
             self.close()
             packing.size = self._builder.size()
-            packing.begun = packing.threads.submit(self._builder.build)
+            packing.begun = packing.threads.submit(_packed, self._builder)
         return packing.begun
 
     def size(self) -> int:
@@ -103,4 +104,10 @@ class _PackedBuilder(BatchBuilder):  # type: ignore[misc]  # aiokafka is untyped
                 _CHECKSUM.pack_into(made, _CHECKED, calc_crc32c(memoryview(made)[_CHECKED + _CHECKSUM.size :]))
             self._buffer = made
             del self._builder  # as aiokafka does: it has done its work
-        return super()._build()
+        buffer: bytearray = super()._build()
+        return buffer
+
+
+def _packed(builder: Any) -> bytearray:  # noqa: ANN401 - as above
+    made: bytearray = builder.build()
+    return made
