@@ -52,17 +52,6 @@ def test_safetensors_with_a_random_header(metadata: Any, tensor: Any, data: byte
     decode_or_refuse(len(text).to_bytes(8, "little") + text + data, SAFETENSORS_TYPE)
 
 
-@settings(max_examples=300, deadline=None)
-@given(near_groups, near_groups, near_groups, st.booleans(), st.binary(max_size=24))
-def test_safetensors_with_a_groups_json_of_its_own_under_a_random_header(group: Any, tensor: Any, metadata: Any, sound: bool, data: bytes):
-    body = orjson.dumps(group) + data
-    flat = {"dtype": "I32", "shape": [0], "data_offsets": [0, 0]}
-    own = {"dtype": "U8", "shape": [len(body) - len(data)], "data_offsets": [0, len(body) - len(data)]}
-    header = {"token_ids": flat, "logprobs": flat | {"dtype": "F32"}, "group": own if sound else tensor, "more": flat}
-    text = orjson.dumps(header if sound else header | {"__metadata__": metadata})
-    decode_or_refuse(len(text).to_bytes(8, "little") + text + body, SAFETENSORS_TYPE)
-
-
 @settings(max_examples=150, deadline=None)
 @given(groups(), st.booleans(), st.data())
 def test_valid_messages_with_bytes_changed_cut_or_doubled(group: SampledGroup, flat: bool, data: st.DataObject):

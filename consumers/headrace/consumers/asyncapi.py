@@ -145,10 +145,9 @@ def _schemas() -> dict[str, Any]:
 
 
 _SAFETENSORS = (
-    "A safetensors file. `group` U8 is the JSON of the group (schema TrajectoryGroup) in which every sampled turn has "
+    'A safetensors file. `__metadata__["group"]` is the JSON of the group (schema TrajectoryGroup) in which every sampled turn has '
     "`token_span: [start, stop)`; flat arrays over all turns: `token_ids` I32, `logprobs` F32 (NaN: missing), `policy_versions` I32 "
-    "(optional; -1 where a turn has none). The spans tile the arrays in order. Means the same as the JSON. Instead of `group` the header "
-    'may have that JSON as a text, `__metadata__["group"]`, as earlier producers wrote it; both are read, a message with both is refused.'
+    "(optional; -1 where a turn has none). The spans tile the arrays in order. Means the same as the JSON."
 )
 _CLOUD_EVENT_HEADERS: dict[str, Any] = {
     "type": "object",

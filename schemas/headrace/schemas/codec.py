@@ -1,11 +1,9 @@
 """Trajectory groups to bytes and back, in the two forms that mean the same.
 
 JSON: the group with `token_ids`, `token_logprobs` and `policy_versions` on each choice (or the hosted API's
-`logprobs.content`). Safetensors (`application/vnd.headrace.group+safetensors`): the group's JSON, every sampled turn with
-`token_span = [start, stop)`, and flat arrays over all turns in wire order: `token_ids` I32[N], `logprobs` F32[N],
-`policy_versions` I32[N] (optional; -1 where a turn has none). Spans tile the arrays, in order, without gaps. The JSON is a tensor of its
-own, `group` U8[bytes], or a text in the header, `__metadata__["group"]`, as earlier producers wrote it: escaped there, and so parsed twice.
-A message has one of the two; both are read for ever.
+`logprobs.content`). Safetensors (`application/vnd.headrace.group+safetensors`): the group's JSON in `__metadata__["group"]`,
+every sampled turn with `token_span = [start, stop)`, and flat arrays over all turns in wire order: `token_ids` I32[N],
+`logprobs` F32[N], `policy_versions` I32[N] (optional; -1 where a turn has none). Spans tile the arrays, in order, without gaps.
 
 Guarantees: what one form encodes the other decodes to an equal `SampledGroup` (a property test holds them equal); decoding and
 encoding fail with `CodecError` only; safetensors arrays are views into the message, never copied. Gives up: log-probabilities
@@ -30,8 +28,6 @@ from headrace.schemas.writing import write_group
 
 JSON_TYPE = "application/json"
 SAFETENSORS_TYPE = "application/vnd.headrace.group+safetensors"
-_GROUP = "group"
-_SIZES = {"I32": 4, "F32": 4, "U8": 1}
 _MAX_HEADER = 100_000_000  # the bound of the safetensors format itself
 
 
@@ -130,7 +126,11 @@ def _decode_safetensors(body: memoryview) -> SampledGroup:
     if sys.byteorder != "little":
         raise CodecError(Reason.UNKNOWN_TYPE, "", "this host is big-endian: send the JSON form")
     header, data = _split(body)
-    raw, flat = load_json(_group_json(header, data)), _flat(header, data)
+    metadata = header.get("__metadata__")
+    text = metadata.get("group") if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise CodecError(Reason.NOT_JSON, "__metadata__.group", "the group's JSON is missing")
+    raw, flat = load_json(text.encode()), _flat(header, data)
     turns: list[SampledTokens | None] = []
     at = 0
     for choice, path in raw_choices(raw):
@@ -146,18 +146,6 @@ def _decode_safetensors(body: memoryview) -> SampledGroup:
     if at != len(flat):
         raise CodecError(Reason.SPAN_MISMATCH, "token_ids", f"{len(flat)} tokens but the turns' spans end at {at}")
     return SampledGroup(group=validate(TrajectoryGroup, raw), turns=tuple(turns))
-
-
-def _group_json(header: dict[str, Any], data: memoryview) -> bytes | memoryview:
-    metadata = header.get("__metadata__")
-    said = metadata.get("group") if isinstance(metadata, dict) else None
-    if _GROUP in header:
-        if said is not None:
-            raise CodecError(Reason.INVALID_SCHEMA, _GROUP, "the group's JSON stands in __metadata__ too: give one of them")
-        return _array(header, data, _GROUP, "U8")
-    if not isinstance(said, str):
-        raise CodecError(Reason.NOT_JSON, "__metadata__.group", "the group's JSON is missing")
-    return said.encode()
 
 
 def _flat(header: dict[str, Any], data: memoryview) -> SampledTokens:
@@ -207,7 +195,7 @@ def _split(body: memoryview) -> tuple[dict[str, Any], memoryview]:
 
 
 def _array(header: dict[str, Any], data: memoryview, name: str, dtype: str) -> memoryview:
-    """The bytes of a flat array, as a view, checked against its header."""
+    """The bytes of a flat array of 4-byte numbers, as a view, checked against its header."""
     match header.get(name):
         case {"dtype": str(found), "shape": [int(n)], "data_offsets": [int(first), int(last)]}:
             pass
@@ -215,7 +203,7 @@ def _array(header: dict[str, Any], data: memoryview, name: str, dtype: str) -> m
             raise CodecError(Reason.SPAN_MISMATCH, name, f"a one-dimensional {dtype} tensor is needed")
     if found != dtype:
         raise CodecError(Reason.SPAN_MISMATCH, name, f"dtype {shown(found)}, needed is {dtype}")
-    if not 0 <= first <= last <= len(data) or last - first != n * _SIZES[dtype]:
+    if not 0 <= first <= last <= len(data) or last - first != n * 4:
         raise CodecError(Reason.SPAN_MISMATCH, name, f"shape [{n}] and offsets [{first}, {last}] do not fit {len(data)} bytes of data")
     return data[first:last]
 
