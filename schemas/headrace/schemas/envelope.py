@@ -133,7 +133,7 @@ def header_text(headers: Iterable[tuple[str, bytes | None]]) -> Mapping[str, str
     return {name: (value or b"").decode(errors="replace") for name, value in headers}
 
 
-def open_record(body: bytes | None, headers: Mapping[str, str], allowed: Sequence[type[BaseModel]]) -> BaseModel:
+def open_record(body: bytes | memoryview | None, headers: Mapping[str, str], allowed: Sequence[type[BaseModel]]) -> BaseModel:
     """Read a JSON record of one of the allowed types; without `ce_type` it is read as the first of them.
 
     Raises:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:  # the tokenizing process knows no Kafka
 class AdmissionRequest:
     """A record of `trajectory-groups`, and how its model wants it tokenized."""
 
-    value: bytes | None
+    value: bytes | memoryview | None
+    """A view: of memory that is filled anew once the request is answered."""
     headers: dict[str, str]
     fallback_id: str
     """`<partition>-<offset>`: the group's id where its producer gave none."""

@@ -12,13 +12,14 @@ import multiprocessing
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import orjson
 
 from headrace.consumers.intake.admission import NOTED_BYTES, AdmissionRequest, AdmissionResult, Admitted, Noted, Refused
 from headrace.consumers.intake.plain_groups import admit_plain, plain_size
+from headrace.consumers.intake.shared_values import HandedOver, Shared, SharedValues
 from headrace.core.errors import HeadraceError
 from headrace.core.processes import die_with
 from headrace.core.settings import Settings
@@ -46,6 +47,9 @@ class AdmissionPool:
         self._record_seconds = record_seconds
         # Not the executor's: it outlives the process that writes into it.
         self._noted: Noted = multiprocessing.get_context("spawn").RawArray(ctypes.c_char, NOTED_BYTES)
+        self._values = SharedValues()
+        self._reading: Future[list[AdmissionResult]] | None = None
+        """What reads the shared values."""
         self._executor = self._start()
         self._limits: dict[BaseSource, BaseLimits] = {}
         """Of the base models, as the process read them."""
@@ -54,7 +58,7 @@ class AdmissionPool:
     def _start(self) -> ProcessPoolExecutor:
         # spawn: the parent runs an event loop and gRPC-like threads, which a fork would copy in the middle of something.
         context = multiprocessing.get_context("spawn")
-        told = (self._settings, os.getpid(), self._record_seconds, self._noted)
+        told = (self._settings, os.getpid(), self._record_seconds, self._noted, self._values.memory)
         executor = ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_prepare, initargs=told)
         # Starts the process now: its imports overlap with the worker's own start. From this thread, with which it would end.
         executor.submit(int)
@@ -104,7 +108,15 @@ class AdmissionPool:
         return [await self._alone(request) for request in requests]
 
     async def _run(self, requests: Sequence[AdmissionRequest]) -> list[AdmissionResult]:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, _admit_all, list(requests))
+        answers: list[AdmissionResult] = []
+        while len(answers) < len(requests):
+            if self._reading is not None and not self._reading.done():  # who asked for it has gone away
+                await asyncio.wait([asyncio.wrap_future(self._reading)])
+            handed = self._values.hand_over(requests[len(answers) :])
+            self._reading = self._executor.submit(_admit_all, handed)
+            found: list[AdmissionResult] = await asyncio.wrap_future(self._reading)
+            answers += found
+        return answers
 
     async def _alone(self, request: AdmissionRequest) -> AdmissionResult:
         try:
@@ -140,17 +152,17 @@ class AdmissionPool:
 
 
 # The tokenizer (transformers: seconds) is imported in the process that uses it, and nowhere else.
-def _prepare(settings: Settings, parent: int, record_seconds: float, noted: Noted) -> None:
+def _prepare(settings: Settings, parent: int, record_seconds: float, noted: Noted, shared: Shared) -> None:
     die_with(parent)
     from headrace.consumers.intake.admitting import prepare  # noqa: PLC0415 - as said above
 
-    prepare(settings, record_seconds, noted)
+    prepare(settings, record_seconds, noted, shared)
 
 
-def _admit_all(requests: list[AdmissionRequest]) -> list[AdmissionResult]:
+def _admit_all(handed: HandedOver) -> list[AdmissionResult]:
     from headrace.consumers.intake.admitting import admit_all  # noqa: PLC0415 - as said above
 
-    return admit_all(requests)
+    return admit_all(handed)
 
 
 def _base_limits(base: BaseSource) -> BaseLimits:

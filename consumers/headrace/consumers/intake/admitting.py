@@ -25,6 +25,7 @@ from headrace.consumers.intake.admission import (
     Refused,
     Unreadable,
 )
+from headrace.consumers.intake.shared_values import HandedOver, Shared
 from headrace.core.errors import HeadraceError
 from headrace.core.hosted_entries import decode_hosted
 from headrace.core.importing import importing
@@ -48,22 +49,24 @@ GROUP_TOPIC_MODELS = CARRIED[TRAJECTORY_GROUPS]
 _settings: Settings | None = None
 _record_seconds = 0.0
 _noted: Noted | None = None
+_shared: Shared | None = None
 
 
-def prepare(settings: Settings, record_seconds: float, noted: Noted | None) -> None:
+def prepare(settings: Settings, record_seconds: float, noted: Noted | None, shared: Shared | None = None) -> None:
     """Initialise the process: it leaves signals to its parent and stays single-threaded.
 
     Args:
         settings: Where payloads are.
         record_seconds: Processor time of one record; 0: without a bound.
         noted: Where the ids of the record at work are left, should the process die of it; None: nowhere.
+        shared: Where large values are; None: in the requests.
     """
-    global _settings, _record_seconds, _noted
+    global _settings, _record_seconds, _noted, _shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Whatever a library may have set: the timer below ends the process, also in the middle of a computation in C.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _settings, _record_seconds, _noted = settings, record_seconds, noted
+    _settings, _record_seconds, _noted, _shared = settings, record_seconds, noted, shared
     if all(entry.gguf_file is None for entry in settings.base_models.values()):
         # transformers imports it wherever it finds it (2 s, and 300 MB), and only a GGUF file's config is read with it.
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # what Python itself knows as "not to be found"
@@ -78,14 +81,14 @@ def prepare(settings: Settings, record_seconds: float, noted: Noted | None) -> N
     gc.set_threshold(200_000)
 
 
-def admit_all(requests: list[AdmissionRequest]) -> list[AdmissionResult]:
+def admit_all(handed: HandedOver) -> list[AdmissionResult]:
     """Answer each request, in a process that `prepare` set up: one that takes too much processor time ends it.
 
     Raises:
         HeadraceError: the object store can't be reached.
     """
     answers = []
-    for request in requests:
+    for request in handed.requests if _shared is None else handed.restored(_shared):
         signal.setitimer(signal.ITIMER_PROF, _record_seconds)
         try:
             answers.append(admit(request))
@@ -158,13 +161,13 @@ def _job(request: AdmissionRequest) -> TrainingJob:
     return record
 
 
-def _value(request: AdmissionRequest) -> bytes:
+def _value(request: AdmissionRequest) -> bytes | memoryview:
     if request.value is None:
         raise CodecError(DeadLetterReason.NOT_JSON, "", "the record has no value")
     return request.value
 
 
-def _decoded(body: bytes, content_type: str) -> SampledGroup:
+def _decoded(body: bytes | memoryview, content_type: str) -> SampledGroup:
     quickly = decode_hosted(body) if content_type == JSON_TYPE else None
     return decode_group(body, content_type) if quickly is None else quickly
 

@@ -143,7 +143,7 @@ class Plain:
     versions: npt.NDArray[np.int32] | None
 
 
-def read_plain(body: bytes) -> Plain:
+def read_plain(body: bytes | memoryview) -> Plain:
     """Read a group; the arrays are views, and nobody has looked at their values.
 
     Whatever it raises, the long way has to look at it.
