@@ -28,6 +28,7 @@ from headrace.consumers.intake.admission import AdmissionRequest, Admitted
 from headrace.consumers.intake.admission_pool import AdmissionPool
 from headrace.consumers.lanes.reader import LaneReader
 from headrace.core.kafka import client_options
+from headrace.core.kept_memory import keep_memory
 from headrace.core.local import LocalBroker
 from headrace.core.payloads import claim
 from headrace.core.settings import KafkaSettings, Settings, StoreSettings
@@ -229,6 +230,7 @@ async def _hosted(settings: Settings, base: BaseSource, pool: AdmissionPool, rou
 
 def run(rounds: int) -> list[Comparison | Table]:
     """Measure, against a broker of our own."""
+    keep_memory()
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -18,6 +18,7 @@ from headrace.consumers.work_folder import WorkFolder
 from headrace.core.durability import durability
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options
+from headrace.core.kept_memory import keep_memory
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
 from headrace.core.topic_admin import lane_count
@@ -54,6 +55,7 @@ class Worker:
             WorldLostError: under a launcher, a rank ended or hung.
             HeadraceError: Kafka can't be reached, or the topics are missing or differ.
         """
+        keep_memory()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from headrace.schemas.chat import Choice, ChoiceMessage, Message, MessageOrChoice, Tool, ToolCall
 from headrace.trainer.template_bound import TemplateBoundError, bounded
 
@@ -51,14 +54,18 @@ class ChatText:
         self._tokenizer = tokenizer
         self._switches: dict[str, Any] = dict(switches or {})
         self._timed_out = 0
-        self._last: tuple[str, list[int]] | None = None
+        self._last: tuple[str, npt.NDArray[np.int32]] | None = None
         """What was asked for last, and its ids: the members of a group mostly begin with the same conversation."""
-        taken = sorted({"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} & self._switches.keys())
-        if taken:
+        if self._switches and (taken := sorted(_arguments(tokenizer) & self._switches.keys())):
             raise ChatTextError(f"chat_template_kwargs can't set {', '.join(taken)}: they are no switches of a template")
 
     def prompt(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None) -> list[int]:
-        """Token ids of a conversation up to where the assistant speaks next.
+        """As `prompt_ids`, as a list."""
+        ids: list[int] = self.prompt_ids(items, tools).tolist()
+        return ids
+
+    def prompt_ids(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None) -> npt.NDArray[np.int32]:
+        """Token ids of a conversation up to where the assistant speaks next; nobody writes into the array.
 
         Raises:
             ChatTextError: no template, or it raised.
@@ -67,8 +74,8 @@ class ChatText:
         asked = repr((messages, tools))  # not compared as values: True equals 1, and templates write them differently
         if self._last is None or self._last[0] != asked:
             text = self._render(messages, tools, add_generation_prompt=True)
-            self._last = (asked, [int(token_id) for token_id in self._tokenizer(text, add_special_tokens=False)["input_ids"]])
-        return list(self._last[1])
+            self._last = (asked, np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32))
+        return self._last[1]
 
     def spoken(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None, *, end: bool = False) -> tuple[list[int], list[bool]]:
         """Token ids of a conversation that ends with an assistant's turn, and which of them are that turn's own.
@@ -163,6 +170,10 @@ class ChatText:
                 raise ChatTextError(f"the chat template wrote {len(text)} characters, at most {RENDERED_CHARACTERS} are tokenized")
             return text
         raise ChatTextError(f"the chat template can't render this conversation: {type(problem).__name__}: {problem}") from problem
+
+
+def _arguments(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
+    return {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
 
 
 def canonical_tool(tool: Tool) -> dict[str, Any]:

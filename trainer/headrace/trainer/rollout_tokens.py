@@ -120,7 +120,7 @@ class RolloutTokenizer:
     ) -> Turn:
         token_ids = self._checked(np.asarray(drawn.token_ids, np.int32), f"{where}.token_ids")
         given = choice.prompt_token_ids
-        prompt = _ids(self.chat().prompt(before, tools) if given is None else given)
+        prompt = self.chat().prompt_ids(before, tools) if given is None else _ids(given)
         return Turn(
             prompt=self._checked(prompt, f"{where}.prompt_token_ids"),
             token_ids=token_ids,

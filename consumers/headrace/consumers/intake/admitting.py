@@ -29,6 +29,7 @@ from headrace.consumers.intake.shared_values import HandedOver, Shared
 from headrace.core.errors import HeadraceError
 from headrace.core.hosted_entries import decode_hosted
 from headrace.core.importing import importing
+from headrace.core.kept_memory import keep_memory
 from headrace.core.payloads import PayloadDigestError, PayloadMissingError, PayloadUnreadableError, redeem
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
@@ -62,6 +63,7 @@ def prepare(settings: Settings, record_seconds: float, noted: Noted | None, shar
         shared: Where large values are; None: in the requests.
     """
     global _settings, _record_seconds, _noted, _shared
+    keep_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Whatever a library may have set: the timer below ends the process, also in the middle of a computation in C.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
