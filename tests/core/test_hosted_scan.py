@@ -233,6 +233,12 @@ def test_no_byte_behind_a_body_is_read(compiled: Path) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "alive"), done.stderr
 
 
+def test_an_entry_that_says_a_key_twice_is_left_to_the_codec() -> None:
+    twice = b'"content":[{"token":"token_id:1","logprob":0.10000000000000000000001,"logprob":-1}]'
+    assert found(twice).turns == []
+    assert len(found(twice.replace(b',"logprob":-1', b"")).turns) == 1
+
+
 def test_more_turns_odd_numbers_and_depth_than_there_is_room_for() -> None:
     one = {"token": "token_id:1", "bytes": [], "logprob": -0.5, "top_logprobs": []}
     odd = b'{"token":"token_id:1","logprob":0.10000000000000000000001}'
