@@ -63,7 +63,7 @@ def store_groups(store: ObjectStore, groups: Iterable[TrajectoryGroup | SampledG
 
 def read_lines(store: ObjectStore, stored: GroupSet) -> list[bytes]:
     """The JSON of each group of a set. Raises as `read_groups`, but looks at no group."""
-    lines = redeem(store, stored).splitlines()
+    lines = redeem(store, stored).tobytes().splitlines()
     if len(lines) != stored.groups:
         raise PayloadUnreadableError(f"{stored.uri} has {len(lines)} groups, {stored.groups} are named")
     return lines

@@ -103,7 +103,7 @@ def group_body(record: ConsumerRecord, store: Callable[[], ObjectStore]) -> tupl
     name = f"{record.partition}-{record.offset}"
     if model_of(headers, GROUP_RECORDS) is GroupClaim:
         claim = claim_of(record)
-        return redeem(store(), claim), claim.content_type, claim.group_id or name
+        return redeem(store(), claim).tobytes(), claim.content_type, claim.group_id or name
     if record.value is None:
         raise CodecError(DeadLetterReason.NOT_JSON, "", "the record has no value")
     return record.value, headers.get("content-type", JSON_TYPE), name

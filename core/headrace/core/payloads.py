@@ -8,6 +8,7 @@ Blocks and computes: not for an event loop.
 from typing import Any
 
 import cramjam
+import numpy as np
 
 from headrace.core.errors import HeadraceError
 from headrace.core.store.digests import sha256_of_bytes
@@ -73,8 +74,8 @@ def claim(store: ObjectStore, body: bytes, content_type: str, group_id: str | No
     )
 
 
-def redeem(store: ObjectStore, claimed: GroupClaim | GroupSet) -> bytes:
-    """The encoded group behind a claim, or the lines of a set, checked.
+def redeem(store: ObjectStore, claimed: GroupClaim | GroupSet) -> memoryview:
+    """The encoded group behind a claim, or the lines of a set, checked; nobody else has the memory, or writes into it.
 
     Raises:
         PayloadMissingError: gone, or never there.
@@ -100,13 +101,13 @@ def redeem(store: ObjectStore, claimed: GroupClaim | GroupSet) -> bytes:
     return _decompress(packed, claimed)
 
 
-def _decompress(packed: bytes, claimed: GroupClaim | GroupSet) -> bytes:
+def _decompress(packed: bytes, claimed: GroupClaim | GroupSet) -> memoryview:
     """Into a buffer of exactly the claimed size: the decompressor stops where it is full."""
-    raw = bytearray(claimed.raw_size)
+    raw = np.empty(claimed.raw_size, np.uint8)  # not cleared first, as a bytearray is
     try:
-        size: Any = cramjam.zstd.decompress_into(packed, raw)
+        size: Any = cramjam.zstd.decompress_into(packed, raw.data)
     except cramjam.DecompressionError as error:
         raise PayloadUnreadableError(f"{claimed.uri} is no zstd of {claimed.raw_size} bytes (raw_size): {error}") from error
     if size != claimed.raw_size:
         raise PayloadUnreadableError(f"{claimed.uri} decompresses to {size} bytes, the claim says {claimed.raw_size} (raw_size)")
-    return bytes(raw)
+    return raw.data.toreadonly()
