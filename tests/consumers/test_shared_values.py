@@ -1,18 +1,23 @@
 """Large records reach the tokenizing process through shared memory: all of them, in order, each with its own bytes."""
 
+import ctypes
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.consumers.test_admission import HANGS, request
+from tests.consumers.test_plain_groups import content
 from tests.consumers.tiny_model import TEMPLATE
 
 from headrace.consumers.intake import shared_values
 from headrace.consumers.intake.admission import AdmissionRequest, Admitted, Refused, Unreadable
 from headrace.consumers.intake.admission_pool import AdmissionPool
-from headrace.consumers.intake.shared_values import SharedValues
+from headrace.consumers.intake.shared_values import SharedValues, hand_back
 from headrace.core.settings import Settings, StoreSettings
+from headrace.schemas.reasons import RejectionReason
+from headrace.trainer.groups import TokenizedGroup, TokenizedTrajectory, TokenSequence
 
 LARGE = "x" * (1 << 17)
 
@@ -51,6 +56,29 @@ def test_values_are_handed_over_as_they_were(small_memory: SharedValues, tmp_pat
             assert (place is None) == (asked.value is None or not 1 << 16 <= len(asked.value) <= 1 << 18)
         left = left[len(restored) :]
     assert batches == [8, 1], "the last one did not fit beside the others"
+
+
+@pytest.mark.parametrize("tokens", [3, 1 << 15])
+def test_answers_come_back_with_arrays_of_their_own(small_memory: SharedValues, tokens: int) -> None:
+    """By the memory, or by the pipe where they are larger than it."""
+    sequences = tuple(
+        TokenSequence(
+            token_ids=np.arange(tokens, dtype=np.int32) + i,
+            trainable=np.arange(tokens) > 0,
+            logprobs=np.full(tokens, -0.5 - i, np.float32),
+            policy_versions=None if i else np.zeros(tokens, np.int32),
+        )
+        for i in range(2)
+    )
+    group = TokenizedGroup(group_id="g", trajectories=(TokenizedTrajectory(reward=1.0, sequences=sequences),))
+    answers = [Refused(group_id="r", job_id=None, reason=RejectionReason.TOO_LONG, detail="d"), Admitted(group=group, job_id="j")]
+    handed = hand_back([*answers], small_memory.memory)
+    assert bool(handed.places) == (tokens == 3)
+    refused, admitted = handed.restored(small_memory.memory)
+    ctypes.memset(small_memory.memory, 255, len(small_memory.memory))  # the next batch
+    assert refused == answers[0]
+    assert isinstance(admitted, Admitted)
+    assert content(admitted.group) == content(group)
 
 
 async def test_more_large_records_than_the_memory_holds_are_answered_in_order(tiny_model: Path, pool: AdmissionPool) -> None:

@@ -19,7 +19,7 @@ import orjson
 
 from headrace.consumers.intake.admission import NOTED_BYTES, AdmissionRequest, AdmissionResult, Admitted, Noted, Refused
 from headrace.consumers.intake.plain_groups import admit_plain, plain_size
-from headrace.consumers.intake.shared_values import HandedOver, Shared, SharedValues
+from headrace.consumers.intake.shared_values import HandedBack, HandedOver, Shared, SharedValues
 from headrace.core.errors import HeadraceError
 from headrace.core.processes import die_with
 from headrace.core.settings import Settings
@@ -48,7 +48,7 @@ class AdmissionPool:
         # Not the executor's: it outlives the process that writes into it.
         self._noted: Noted = multiprocessing.get_context("spawn").RawArray(ctypes.c_char, NOTED_BYTES)
         self._values = SharedValues()
-        self._reading: Future[list[AdmissionResult]] | None = None
+        self._reading: Future[HandedBack] | None = None
         """What reads the shared values."""
         self._executor = self._start()
         self._limits: dict[BaseSource, BaseLimits] = {}
@@ -114,8 +114,8 @@ class AdmissionPool:
                 await asyncio.wait([asyncio.wrap_future(self._reading)])
             handed = self._values.hand_over(requests[len(answers) :])
             self._reading = self._executor.submit(_admit_all, handed)
-            found: list[AdmissionResult] = await asyncio.wrap_future(self._reading)
-            answers += found
+            answered: HandedBack = await asyncio.wrap_future(self._reading)
+            answers += answered.restored(self._values.memory)
         return answers
 
     async def _alone(self, request: AdmissionRequest) -> AdmissionResult:
@@ -159,7 +159,7 @@ def _prepare(settings: Settings, parent: int, record_seconds: float, noted: Note
     prepare(settings, record_seconds, noted, shared)
 
 
-def _admit_all(handed: HandedOver) -> list[AdmissionResult]:
+def _admit_all(handed: HandedOver) -> HandedBack:
     from headrace.consumers.intake.admitting import admit_all  # noqa: PLC0415 - as said above
 
     return admit_all(handed)

@@ -25,7 +25,7 @@ from headrace.consumers.intake.admission import (
     Refused,
     Unreadable,
 )
-from headrace.consumers.intake.shared_values import HandedOver, Shared
+from headrace.consumers.intake.shared_values import HandedBack, HandedOver, Shared, hand_back
 from headrace.core.errors import HeadraceError
 from headrace.core.hosted_entries import decode_hosted
 from headrace.core.importing import importing
@@ -83,20 +83,20 @@ def prepare(settings: Settings, record_seconds: float, noted: Noted | None, shar
     gc.set_threshold(200_000)
 
 
-def admit_all(handed: HandedOver) -> list[AdmissionResult]:
+def admit_all(handed: HandedOver) -> HandedBack:
     """Answer each request, in a process that `prepare` set up: one that takes too much processor time ends it.
 
     Raises:
         HeadraceError: the object store can't be reached.
     """
-    answers = []
+    answers: list[AdmissionResult] = []
     for request in handed.requests if _shared is None else handed.restored(_shared):
         signal.setitimer(signal.ITIMER_PROF, _record_seconds)
         try:
             answers.append(admit(request))
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-    return answers
+    return hand_back(answers, _shared)
 
 
 def admit(request: AdmissionRequest) -> AdmissionResult:

@@ -1,18 +1,19 @@
-"""Large values of records, handed to the tokenizing process in memory that both processes see.
+"""Large values of records on their way to the tokenizing process, and arrays on their way back, in memory that both processes see.
 
 A group in JSON is 1.5 MB, and to send that through a pipe takes longer than to decode it: it is packed, written and read in pieces of
-64 KB, with a turn of both processes for each, and unpacked.
+64 KB, with a turn of both processes for each, and unpacked. Its arrays are another 150 KB.
 
-Guarantees: what is handed over is what the records hold, in order; a value that is small, or larger than the memory, goes through the pipe.
-Gives up: more than one batch at a time; who fills the memory knows that nobody reads it.
+Guarantees: what is handed over is what the records hold, in order, and what comes back is what was answered; what is small, or larger than
+the memory, goes through the pipe. Gives up: more than one batch at a time; who fills the memory knows that nobody reads it.
 """
 
 import ctypes
 import multiprocessing
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headrace.consumers.intake.admission import AdmissionRequest
+from headrace.consumers.intake.admission import AdmissionRequest, AdmissionResult
 
 SHARED_BYTES = 16 << 20
 _LEAST = 1 << 16
@@ -37,6 +38,38 @@ class HandedOver:
             request if place is None else replace(request, value=view[slice(*place)])
             for request, place in zip(self.requests, self.places, strict=True)
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedBack:
+    """Answers whose arrays are in the memory."""
+
+    pickled: bytes
+    places: list[Place]
+    """Of the buffers that the pickle leaves out."""
+
+    def restored(self, shared: Shared) -> list[AdmissionResult]:
+        """The answers, with memory of their own for each array: one that waits for long keeps no other."""
+        view = memoryview(shared).cast("B")
+        buffers = [bytearray(view[slice(*place)]) for place in self.places]
+        answers: list[AdmissionResult] = pickle.loads(self.pickled, buffers=buffers)  # noqa: S301 - written by our own process
+        return answers
+
+
+def hand_back(answers: list[AdmissionResult], shared: Shared | None) -> HandedBack:
+    """Answer a batch. Its requests are answered: nobody reads their values any more."""
+    buffers: list[memoryview] = []
+    pickled = pickle.dumps(answers, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
+    if shared is None or sum(map(len, buffers)) > len(shared):
+        return HandedBack(pickled=pickle.dumps(answers, protocol=5), places=[])
+    view = memoryview(shared).cast("B")
+    places = []
+    at = 0
+    for buffer in buffers:
+        view[at : at + len(buffer)] = buffer
+        places.append((at, at + len(buffer)))
+        at += len(buffer)
+    return HandedBack(pickled=pickled, places=places)
 
 
 class SharedValues:
