@@ -58,15 +58,15 @@ def _join(chain: list[Turn]) -> TokenSequence | None:
     token_ids = np.concatenate([last.prompt, last.token_ids])
     trainable = np.zeros(len(token_ids), np.bool_)
     logprobs = np.full(len(token_ids), np.nan, np.float32)
-    versions = np.full(len(token_ids), -1, np.int32)
+    known = any(turn.policy_versions is not None for turn in chain)
+    versions = np.full(len(token_ids), -1, np.int32) if known else None
     for turn in chain:
         start, stop = len(turn.prompt), len(turn.prompt) + len(turn.token_ids)
         trainable[start:stop] = True
         logprobs[start:stop] = turn.logprobs
-        if turn.policy_versions is not None:
+        if versions is not None and turn.policy_versions is not None:
             versions[start:stop] = turn.policy_versions
     trainable[:1] = False  # nothing predicts the first token
     if not trainable.any():
         return None
-    known = any(turn.policy_versions is not None for turn in chain)
-    return TokenSequence(token_ids=token_ids, trainable=trainable, logprobs=logprobs, policy_versions=versions if known else None)
+    return TokenSequence(token_ids=token_ids, trainable=trainable, logprobs=logprobs, policy_versions=versions)
