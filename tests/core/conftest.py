@@ -10,6 +10,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from headrace.core.kafka import ClientOptions, client_options
 from headrace.core.settings import KafkaSettings
+from headrace.core.topic_metadata import counts_of
 
 MakeTopic = Callable[..., Awaitable[str]]
 Producing = Callable[..., AbstractAsyncContextManager[AIOKafkaProducer]]
@@ -30,6 +31,8 @@ def make_topic(options: ClientOptions, topic_prefix: str) -> MakeTopic:
         try:
             answer = await admin.create_topics([NewTopic(topic_prefix + name, partitions, 1, topic_configs=config or {})])
             assert [error[1] for error in answer.topic_errors] == [0]
+            while topic_prefix + name not in await counts_of(admin):  # it is made, and a busy broker shows it a moment later
+                pass
         finally:
             await admin.close()
         return topic_prefix + name

@@ -8,6 +8,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from headrace.core.settings import KafkaSettings, ProducerSettings, Settings, StoreSettings, TopicSettings
+from headrace.core.topic_metadata import counts_of
 from headrace.schemas.chat import Choice, ChoiceMessage, Message
 from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
 
@@ -33,6 +34,8 @@ async def make_topic(kafka: str, topic: str, config: dict[str, str] | None = Non
     await admin.start()
     try:
         await admin.create_topics([NewTopic(topic, PARTITIONS, 1, topic_configs=config or {})])
+        while topic not in await counts_of(admin):  # it is made, and a busy broker shows it a moment later
+            pass
     finally:
         await admin.close()
 
