@@ -2,13 +2,16 @@
 
 import multiprocessing
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tests.trainer.tiny import ONE_THREAD
 
 from headrace.core.errors import HeadraceError
@@ -121,6 +124,82 @@ def test_of_a_step_that_went_on_from_one_that_can_not_be_written_nothing_is_said
     assert rank.answers == [failure]
     with pytest.raises(HeadraceError, match="does not hold"):
         rank.engine.compute(make_plan(made_by(second)))
+
+
+def test_of_a_step_that_nobody_hears_of_no_file_is_left(make_plan: Plans, finishes_late: Callable[[Rank], None]):
+    """The disk may be full, and a snapshot is what takes most of it."""
+    first, second = two_plans(make_plan, "going")
+    rank = Rank(replace(second, snapshot=True))
+    finishes_late(rank)
+    Path(first.out_dir).write_text("no folder")
+    assert rank.plans.run(first) is not None
+    assert not Path(second.out_dir).exists()
+
+
+def test_a_step_that_can_not_let_go_of_its_weights_leaves_nothing_on_the_device(make_plan: Plans, monkeypatch: pytest.MonkeyPatch):
+    def fails(_computed: ComputedStep) -> None:
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(ComputedStep, "let_go", fails)
+    first, second = two_plans(make_plan, "going")
+    rank = Rank(second)
+    failure = rank.plans.run(first)
+    assert failure is not None
+    assert "no room for a copy" in failure.text
+    assert rank.answers == [failure]
+    with pytest.raises(HeadraceError, match="does not hold"):
+        rank.engine.compute(second)
+
+
+def test_nothing_of_a_step_that_is_written_is_held_while_the_next_one_runs(make_plan: Plans, monkeypatch: pytest.MonkeyPatch):
+    """A copy of all weights, at each rank."""
+    first, second = two_plans(make_plan, "going")
+    rank = Rank(second)
+    finish, computing = ComputedStep.finish, rank.engine.compute
+    copies: list[weakref.ref[torch.Tensor]] = []
+    held: list[bool] = []
+
+    def finishes(computed: ComputedStep) -> StepResult:
+        copies.extend(weakref.ref(tensor) for tensor in computed.tensors.values())
+        return finish(computed)
+
+    def looks(plan: StepPlan) -> ComputedStep:
+        if plan.state.step == 1:
+            rank.plans._thread.submit(lambda: None).result(30)  # the one before it is done
+            held.extend(copy() is not None for copy in copies)
+        return computing(plan)
+
+    monkeypatch.setattr(ComputedStep, "finish", finishes)
+    monkeypatch.setattr(rank.engine, "compute", looks)
+    assert rank.plans.run(first) is None
+    assert held
+    assert not any(held)
+
+
+def test_the_seconds_of_a_step_hold_its_writing_unless_the_next_one_ran_beside_it(make_plan: Plans, monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    write = ComputedStep._write_tokens
+
+    def takes_long(computed: ComputedStep, folder: Path) -> None:
+        write(computed, folder)
+        now[0] += 1000.0
+
+    monkeypatch.setattr("headrace.trainer.computed.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(ComputedStep, "_write_tokens", takes_long)
+    first, second = two_plans(make_plan, "going")
+    alone = TrainingEngine(ONE_THREAD).run(first)
+    assert (alone.seconds, alone.metrics["seconds_write"]) == (1000.0, 1000.0)
+    rank = Rank(second)
+    computing = rank.engine.compute
+
+    def after_the_other(plan: StepPlan) -> ComputedStep:
+        if plan.state.step == 1:
+            rank.plans._thread.submit(lambda: None).result(30)
+        return computing(plan)
+
+    monkeypatch.setattr(rank.engine, "compute", after_the_other)
+    assert rank.plans.run(first) is None
+    assert [answer.seconds for answer in rank.answers if isinstance(answer, StepResult)] == [0.0, 1000.0]
 
 
 def test_a_step_that_can_not_be_written_leaves_nothing_on_the_device(make_plan: Plans):

@@ -4,6 +4,7 @@ Guarantees: results come out in the order of the steps, each when its files are 
 step that went on from it, and its state is dropped. All ranks of a world go on, or none. Gives up: finishing more than one step at a time.
 """
 
+import shutil
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -64,24 +65,36 @@ class PlanRunner:
                 return None
             return self._steps(shared)
         except Exception:  # noqa: BLE001 - reported, and judged by the worker
-            text = traceback.format_exc()
-        return self._finished() or self._fail(text)
+            return self._fail(traceback.format_exc())
 
     def _steps(self, first: StepPlan) -> Failure | None:
         plan: StepPlan | None = first
         while plan is not None:
-            computed = self._engine.compute(plan)
-            if (failure := self._finished()) is not None:
-                self._engine.drop()  # what was gone on from is no state
+            running = plan
+            try:
+                plan, failure = self._step(running)
+            except Exception:  # noqa: BLE001 - as in `run`
+                text = traceback.format_exc()
+                self._engine.drop()  # its state is nobody's
+                failure = self._without(running) or self._fail(text)
+            if failure is not None:
                 return failure
-            plan = self._broadcast(self._following(computed.key, computed.scalars) if self._seat.rank == 0 else None)
-            if self._seat.rank != 0:
-                continue
-            if plan is None:
-                return self._finish(computed, None)
-            computed.let_go()
-            self._finishing = self._thread.submit(self._finish, computed, plan.out_dir)
         return None
+
+    def _step(self, plan: StepPlan) -> tuple[StepPlan | None, Failure | None]:
+        """Run one; what it is gone on from to, and what failed. Nothing of it is held here when the next one runs."""
+        computed = self._engine.compute(plan)
+        if (failure := self._without(plan)) is not None:
+            self._engine.drop()  # what was gone on from is no state
+            return None, failure
+        following = self._broadcast(self._following(computed.key, computed.scalars) if self._seat.rank == 0 else None)
+        if self._seat.rank != 0:
+            return following, None
+        if following is None:
+            return None, self._finish(computed, None)
+        computed.let_go()
+        self._finishing = self._thread.submit(self._finish, computed, following.out_dir)
+        return following, None
 
     def _finish(self, computed: "ComputedStep", goes_on: str | None) -> Failure | None:
         try:
@@ -100,10 +113,13 @@ class PlanRunner:
         self._answer(failure)
         return failure
 
-    def _finished(self) -> Failure | None:
-        """Wait until the step before is finished; its failure."""
+    def _without(self, plan: StepPlan) -> Failure | None:
+        """Wait until the step before is finished; its failure, without which nobody hears of the plan: its files go, too."""
         finishing, self._finishing = self._finishing, None
-        return None if finishing is None else finishing.result()
+        failure = None if finishing is None else finishing.result()
+        if failure is not None:
+            shutil.rmtree(plan.out_dir, ignore_errors=True)
+        return failure
 
     def _shared(self, plan: StepPlan | SavePlan | None) -> StepPlan | SavePlan:
         """The plan at every rank."""
