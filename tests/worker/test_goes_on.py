@@ -15,6 +15,7 @@ from headrace.consumers.steps.world import StateNotHeldError, TrainerWorld
 from headrace.schemas.state import StepRecord
 from headrace.schemas.weights import WeightsPublished
 from headrace.trainer.plan import StateKey, StepPlan, StepResult
+from headrace.trainer.rank import RankDiedError, RankWorld
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -125,6 +126,36 @@ async def test_what_ranks_have_gone_on_to_is_lost_with_them_and_is_nobodys_fault
     stage.world._ranks.kill()
     with pytest.raises(StateNotHeldError):
         await stage.world.run(second, None)
+
+
+async def test_what_ranks_wrote_of_it_before_they_ended_does_not_stay(stage: Stage, plans: Plans) -> None:
+    second = await plans.gone_on("m")
+    stage.world._ranks.kill()
+    await asyncio.to_thread(Path(second.out_dir, "weights").mkdir, parents=True, exist_ok=True)
+    await stage.world.run(plans.of(StateKey(model_id="n", incarnation="i", step=0), "other"), None)
+    assert not lies_there(second)
+
+
+async def test_a_launched_world_that_is_ended_in_anothers_turn_is_reported(stage: Stage, plans: Plans) -> None:
+    await plans.gone_on("m")
+    other = plans.of(StateKey(model_id="n", incarnation="i", step=0), "other")
+    settling = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def waits(ranks: RankWorld) -> StepResult:
+        loop.call_soon_threadsafe(settling.set)
+        ranks._processes[0].join()
+        raise RankDiedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankWorld, "settle", waits)
+        patch.setattr(stage.world, "launched", True)
+        patch.setattr(stage.world, "lost", asyncio.Event())
+        running = asyncio.create_task(stage.world.run(other, None))
+        await settling.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert stage.world.lost.is_set()
 
 
 async def test_ranks_do_not_go_on_where_another_waits_for_its_turn(stage: Stage, plans: Plans) -> None:

@@ -74,6 +74,8 @@ class TrainerWorld:
         """The folders of the plans that `run` was called with, and has not returned from."""
         self._settled: dict[str, StepResult | HeadraceError] = {}
         """What came, in another's turn, of plans that the ranks went on to, by their folder."""
+        self._handed: str | None = None
+        """The folder of the last plan that the ranks may go on to: where they end before they say that they did, it is nobody's."""
         self._parking = settings.worker.work_dir.absolute() / "parked"
         self._parked: dict[str, StateKey] = {}
         self._forgetting: set[asyncio.Task[None]] = set()
@@ -95,7 +97,10 @@ class TrainerWorld:
             goes_on: They may begin it when they have made its state: `StepResult.goes_on` says that they did. Not if somebody waits.
         """
         if self._ranks.alive:
-            await asyncio.to_thread(self._ranks.hand_over, plan, goes_on=goes_on and self._queue == 0)
+            goes_on = goes_on and self._queue == 0
+            if goes_on:
+                self._handed = plan.out_dir
+            await asyncio.to_thread(self._ranks.hand_over, plan, goes_on=goes_on)
 
     async def run(self, plan: StepPlan, snapshot: WeightsRef | None) -> StepResult:
         """Run a step when its turn comes.
@@ -162,10 +167,13 @@ class TrainerWorld:
             logger.info("step %d of %s is cancelled", plan.state.step + 1, plan.state.model_id)
             raise
         finally:
-            if self.launched and not self._ranks.alive:
-                self.lost.set()
+            self._see_whether_lost()
         self._resident = result.key if result.goes_on is None else None
         return result
+
+    def _see_whether_lost(self) -> None:
+        if self.launched and not self._ranks.alive:
+            self.lost.set()
 
     async def _settle(self) -> None:
         """Wait, in another's turn, for the end of a step that the ranks have gone on to; it is kept for who has asked for it."""
@@ -177,6 +185,8 @@ class TrainerWorld:
                 came = error
             else:
                 self._resident = came.key if came.goes_on is None else None
+            finally:
+                self._see_whether_lost()
             if going in self._asked:
                 self._settled[going] = came
             else:
@@ -197,8 +207,8 @@ class TrainerWorld:
         try:
             yield
         finally:
-            _turn_is_ours.reset(token)
             self._turn.release()
+            _turn_is_ours.reset(token)
 
     def holds(self, state: StateKey) -> bool:
         """Whether a step could start from this state without a snapshot. Not for long: somebody else's turn may break the world."""
@@ -227,7 +237,8 @@ class TrainerWorld:
 
     async def _forget(self, model_ids: frozenset[str]) -> None:
         async with self.turn():
-            await self._settle()
+            if not self.launched:  # there nothing is dropped, and who ends the wait would end the ranks
+                await self._settle()
             for model_id in model_ids:
                 if (parked := self._parked.pop(model_id, None)) is not None:
                     await asyncio.to_thread(shutil.rmtree, self._parked_at(parked), ignore_errors=True)
@@ -284,6 +295,8 @@ class TrainerWorld:
 
     async def _replace(self) -> None:
         await asyncio.to_thread(self._ranks.close)
+        if self._handed is not None and self._handed not in self._asked:
+            await asyncio.to_thread(shutil.rmtree, self._handed, ignore_errors=True)
         self._ranks = self._new_world()
 
     async def close(self) -> None:
