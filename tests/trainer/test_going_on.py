@@ -20,7 +20,7 @@ from headrace.schemas.training import TrainConfig
 from headrace.trainer.computed import ComputedStep
 from headrace.trainer.engine import TrainingEngine
 from headrace.trainer.inbox import Inbox
-from headrace.trainer.plan import Ahead, Answer, Failure, HandedOver, Saved, SavePlan, StateKey, StepPlan, StepResult
+from headrace.trainer.plan import Ahead, Answer, Failure, HandedOver, KlReference, Saved, SavePlan, StateKey, StepPlan, StepResult
 from headrace.trainer.plan_runner import PlanRunner
 from headrace.trainer.rank import RankWorld, StepFailedError
 from headrace.trainer.world import Seat, WorldSettings
@@ -44,12 +44,12 @@ def made_by(plan: StepPlan) -> StateKey:
 class Rank:
     """A rank without a process: its plans are run here, what it answers is kept."""
 
-    def __init__(self, following: StepPlan | None) -> None:
-        self.engine = TrainingEngine(ONE_THREAD)
+    def __init__(self, following: StepPlan | None, world: WorldSettings = ONE_THREAD) -> None:
+        self.engine = TrainingEngine(world)
         self.answers: list[Answer] = []
         self.went_on = threading.Event()
         self._following = following
-        self.plans = PlanRunner(self.engine, ONE_THREAD, Seat(), self.answers.append, self._next)
+        self.plans = PlanRunner(self.engine, world, Seat(), self.answers.append, self._next)
 
     def _next(self, state: StateKey, scalars: TrainingScalars) -> StepPlan | None:
         plan, self._following = self._following, None
@@ -109,6 +109,40 @@ def test_a_step_that_is_gone_on_to_changes_nothing_of_the_one_before_and_trains_
             plain.tokens,
         )
     assert (weights(first), weights(second)) == (weights(plain_first), weights(plain_second))
+
+
+@pytest.mark.parametrize("adaptation", ["full", "lora"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_reference_or_an_evaluation_in_the_next_step_changes_nothing_of_the_one_that_is_written(
+    make_plan: Plans, finishes_late: Callable[[Rank], None], adaptation: str, zero_stage: int
+):
+    """The reference's weights are those of the resident model while it is scored."""
+    world = replace(ONE_THREAD, zero_stage=zero_stage)
+    other = make_plan(attempt="other", adaptation=adaptation, seed=7)
+    TrainingEngine(world).run(other)
+    options = {
+        "adaptation": adaptation,
+        "config": TrainConfig(kl_penalty_coef=0.1, kl_penalty_reference_step=1),
+        "reference": KlReference(kind="weights", folder=str(Path(other.out_dir, "weights"))),
+        "evaluation": other.groups,
+    }
+    plain_first, plain_second = two_plans(make_plan, "plain", **options)
+    alone = TrainingEngine(world)
+    expected = [alone.run(plain_first)]
+    expected.append(alone.run(replace(plain_second, snapshot=True, scalars=expected[0].scalars)))
+    first, second = two_plans(make_plan, "going", **options)
+    rank = Rank(replace(second, snapshot=True), world)
+    finishes_late(rank)
+    assert rank.plans.run(first) is None
+    results = [answer for answer in rank.answers if isinstance(answer, StepResult)]
+    assert [untimed(result) for result in results] == [untimed(result) for result in expected]
+    assert (weights(first), weights(second)) == (weights(plain_first), weights(plain_second))
+    for name in ("parameters.safetensors", "moments.safetensors"):
+        assert Path(second.out_dir, "snapshot", name).read_bytes() == Path(plain_second.out_dir, "snapshot", name).read_bytes()
+
+
+def untimed(result: StepResult) -> dict[str, float]:
+    return {name: value for name, value in result.metrics.items() if "second" not in name and "memory" not in name}
 
 
 def test_of_a_step_that_went_on_from_one_that_can_not_be_written_nothing_is_said_and_nothing_is_kept(
