@@ -274,8 +274,11 @@ def test_a_plan_is_gone_on_to_only_by_the_step_that_it_was_handed_over_for(make_
     def hand_over(goes_on: bool) -> None:
         ours.send(("ahead", Ahead(plan=second, goes_on=goes_on)))
         assert packed.acquire(timeout=10)
+        read_all()
+
+    def read_all() -> None:
         ours.send(("preload", first.base))
-        assert inbox.next()[0] == "preload", "all that was sent before is read"
+        assert inbox.next()[0] == "preload", "and all that was sent before"
 
     hand_over(goes_on=False)
     assert inbox.following(second.state, scalars) is None, "it is the worker's to say"
@@ -294,6 +297,10 @@ def test_a_plan_is_gone_on_to_only_by_the_step_that_it_was_handed_over_for(make_
         pass
     assert inbox.following(second.state, scalars) is None, "a message waits"
     assert inbox.next() == ("drop", None)
+    ours.send(("wait", None))
+    read_all()
+    assert inbox.following(second.state, scalars) is None, "it was held back"
+    hand_over(goes_on=True)
     found = inbox.following(second.state, scalars)
     assert found is not None
     assert (found.attempt, found.scalars) == (second.attempt, scalars)

@@ -11,6 +11,8 @@ from tests.worker.groups import group
 from tests.worker.stage import Stage, offsets_of, until
 from tests.worker.test_ahead import ran
 
+from headrace.consumers.steps.ahead import Following, NextPlan
+from headrace.consumers.steps.cut import Batch
 from headrace.consumers.steps.world import StateNotHeldError, TrainerWorld
 from headrace.schemas.state import StepRecord
 from headrace.schemas.weights import WeightsPublished
@@ -156,6 +158,41 @@ async def test_a_launched_world_that_is_ended_in_anothers_turn_is_reported(stage
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert stage.world.lost.is_set()
+
+
+async def test_ranks_are_held_back_from_what_a_command_takes_away_and_from_nothing_else(plans: Plans) -> None:
+    """The device is a stand-in that notes what it is told."""
+    told: list[object] = []
+    next_batch = Batch(groups=(), job_id=None, cut="groups_per_step", completed_at=1)
+    plan = plans.of(StateKey(model_id="m", incarnation="i", step=1), "next")
+    wanted, asked, changed = True, 0, asyncio.Event()
+
+    class Device:
+        async def hand_over(self, plan: StepPlan, *, goes_on: bool) -> None:
+            told.append((plan.attempt, goes_on))
+
+        async def hold_back(self) -> None:
+            told.append("held back")
+
+    def may_still(batch: Batch) -> bool:
+        nonlocal asked
+        asked += 1
+        return batch is next_batch and wanted
+
+    async def make(_batch: Batch) -> StepPlan:
+        return plan
+
+    following = Following(now=lambda: next_batch, may_still=may_still, changed=changed)
+    coming = NextPlan(following, make, Device(), lambda: True)  # type: ignore[arg-type]
+    await until(lambda: asked == 1)
+    changed.set()
+    await until(lambda: asked == 2)
+    assert told == [("next", True)]
+    wanted = False
+    changed.set()
+    await until(lambda: told[1:] == ["held back"])
+    assert await coming.plan() is plan
+    await coming.cancel()
 
 
 async def test_ranks_do_not_go_on_where_another_waits_for_its_turn(stage: Stage, plans: Plans) -> None:

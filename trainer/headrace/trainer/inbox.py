@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 Work = tuple[Literal["run"], StepPlan | SavePlan | None] | tuple[Literal["preload"], BaseSource] | tuple[Literal["drop"], None]
 """Only rank 0 gets the plan itself."""
-Request = Work | tuple[Literal["ahead"], Ahead] | tuple[Literal["run"], HandedOver]
+Request = Work | tuple[Literal["wait"], None] | tuple[Literal["ahead"], Ahead] | tuple[Literal["run"], HandedOver]
 """To a rank."""
 
 
@@ -69,6 +69,9 @@ class Inbox:
                 match message:
                     case ("ahead", Ahead() as ahead):
                         self._keep(ahead)
+                    case ("wait", None):
+                        with self._lock:
+                            self._may_follow = False
                     case ("run", what):
                         self._messages.put(("run", self._to_run(what)))
                     case _:

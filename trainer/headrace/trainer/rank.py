@@ -3,7 +3,7 @@
 Guarantees: a step that raises fails that step (`StepFailedError`, with the traceback); a rank that ends or gives no sign of life fails it
 too (`RankDiedError`, which names the rank), and all ranks of the world end with it; ranks end with their parent, however that ends;
 they never see the SIGINT of a terminal's process group, which is the parent's to judge. Gives up: thread safety (one call at a time,
-`hand_over` excepted), and starting from a short-lived thread: on Linux a rank ends with the thread that started it.
+`hand_over` and `hold_back` excepted), and starting from a short-lived thread: on Linux a rank ends with the thread that started it.
 """
 
 import contextlib
@@ -132,6 +132,11 @@ class RankWorld:
             self._ahead = None
             self._pipes[0].send(("ahead", Ahead(plan=plan, goes_on=goes_on)))
             self._ahead = plan.out_dir
+
+    def hold_back(self) -> None:
+        """Ask the ranks not to go on by themselves to what was handed over; they may have done so. May be called beside another, too."""
+        with self._sending, contextlib.suppress(OSError):
+            self._pipes[0].send(("wait", None))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step; blocks until it is done.

@@ -102,6 +102,12 @@ class LaneTraining:
             return min(ready, key=lambda pair: pair[1].completed_at)
         return next(((run, None) for run in runs if run.settling), None)
 
+    def _coming(self, run: ModelRun, batch: Batch) -> Following:
+        def may_still(coming: Batch) -> bool:
+            return not self.leaving and run.status == "active" and all(waiting.offset in run.waiting for waiting in coming.groups)
+
+        return Following(now=partial(self._following, run, batch), may_still=may_still, changed=self._book.changed)
+
     def _following(self, run: ModelRun, batch: Batch) -> Batch | None:
         """What comes after the batch, if it is committed: the model's own next one, where none of another model waits for longer."""
         nodes = self._book.state.nodes
@@ -127,7 +133,7 @@ class LaneTraining:
                 if not await self._begin(run, batch, suspect=suspect):
                     return
                 # Under suspicion, a step that ends the worker must be known to be the one whose intent is in the log.
-                following = Following() if suspect else Following(now=partial(self._following, run, batch), changed=self._book.changed)
+                following = Following() if suspect else self._coming(run, batch)
                 step = await self._running(run, batch, following)
         except BatchGivenUpError as error:
             self._give_up(run, batch, str(error))

@@ -26,8 +26,10 @@ class Following:
 
     now: Callable[[], Batch | None] = lambda: None
     """The batch that comes next if the step is committed; None while that can't be known."""
+    may_still: Callable[[Batch], bool] = lambda _batch: True
+    """Whether one that came next may still do so: a quick look, since it is asked with every record that the lane takes in."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when that may be another."""
+    """Set when either may be another."""
 
 
 class NextPlan:
@@ -57,6 +59,10 @@ class NextPlan:
             self._following.changed.clear()  # the lane looks at everything again when the step has ended
         self._batch, self._made = batch, asyncio.ensure_future(self._make(batch))
         await self._world.hand_over(await self._made, goes_on=self._free())
+        while self._following.may_still(batch):
+            await self._following.changed.wait()
+            self._following.changed.clear()
+        await self._world.hold_back()  # what is gone on to and not wanted costs the state on the ranks
 
     def gone_on_to(self, result: StepResult) -> StepPlan | None:
         """The plan that the ranks have gone on to after the step; None: to none, or to none of this step's."""

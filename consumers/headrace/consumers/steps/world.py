@@ -102,6 +102,11 @@ class TrainerWorld:
                 self._handed = plan.out_dir
             await asyncio.to_thread(self._ranks.hand_over, plan, goes_on=goes_on)
 
+    async def hold_back(self) -> None:
+        """Ask the ranks not to go on to what was handed over last: it may not be what comes next."""
+        if self._ranks.alive:
+            await asyncio.to_thread(self._ranks.hold_back)
+
     async def run(self, plan: StepPlan, snapshot: WeightsRef | None) -> StepResult:
         """Run a step when its turn comes.
 
