@@ -16,6 +16,7 @@ from headrace.schemas.training import TrainConfig
 from headrace.trainer.engine import TrainingEngine
 from headrace.trainer.loss import LossOutput, policy_loss
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
+from headrace.trainer.training_state import DivergedError, _check
 
 Plans = Callable[..., StepPlan]
 
@@ -232,3 +233,15 @@ def test_metrics_are_finite_and_named(engine: TrainingEngine, make_plan: Plans):
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics.keys() >= {"loss", "grad_norm", "reward_mean", "reward_std", "ratio_mean", "ess", "entropy", "tokens", "rows"}
     assert metrics["tokens"] > metrics["trainable_tokens"] > 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_found_and_named_wherever_it_stands(value: float):
+    tensors = {f"w{i}": torch.randn(7, 5) for i in range(4)} | {"empty": torch.empty(0)}
+    _check(tensors.items())
+    for at in (0, 17, 34):
+        tensors["w2"].view(-1)[at] = value
+        with pytest.raises(DivergedError, match="the update made w2 infinite or NaN"):
+            _check(tensors.items())
+        tensors["w2"].view(-1)[at] = 0.0
+    _check({}.items())

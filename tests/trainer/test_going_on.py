@@ -170,16 +170,16 @@ def test_of_a_step_that_nobody_hears_of_no_file_is_left(make_plan: Plans, finish
     assert not Path(second.out_dir).exists()
 
 
-def test_a_step_that_can_not_let_go_of_its_weights_leaves_nothing_on_the_device(make_plan: Plans, monkeypatch: pytest.MonkeyPatch):
-    def fails(_computed: ComputedStep) -> None:
-        raise MemoryError("no room for a copy")
+def test_a_step_that_can_not_be_handed_to_a_thread_leaves_nothing_on_the_device(make_plan: Plans, monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(ComputedStep, "let_go", fails)
     first, second = two_plans(make_plan, "going")
     rank = Rank(second)
+    monkeypatch.setattr(rank.plans._thread, "submit", fails)
     failure = rank.plans.run(first)
     assert failure is not None
-    assert "no room for a copy" in failure.text
+    assert "can't start new thread" in failure.text
     assert rank.answers == [failure]
     with pytest.raises(HeadraceError, match="does not hold"):
         rank.engine.compute(second)

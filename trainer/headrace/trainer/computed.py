@@ -1,7 +1,7 @@
 """A step that has been computed: what its files and its result are made of.
 
-Guarantees: `finish` looks at nothing that the next step changes once `let_go` was called, so that it may run beside it, in another thread;
-it makes no collective call. Gives up: memory, since `let_go` copies weights that are on the CPU.
+Guarantees: `finish` looks at nothing that the next step changes, so that it may run beside it, in another thread; it makes no collective
+call. Gives up: memory, since it holds copies of the weights, and of the optimizer's moments where a snapshot is due.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from headrace.trainer.plan import StateKey, StepPlan, StepResult
 from headrace.trainer.rows import PackedUpdate
 from headrace.trainer.rows_out import write_rows
 from headrace.trainer.shards import Tensors
+from headrace.trainer.training_state import write_state
 from headrace.trainer.update import joined
 from headrace.trainer.weights_out import WeightsWriter
 
@@ -66,7 +67,9 @@ class ComputedStep:
     seed: int
     writer: WeightsWriter
     tensors: Tensors
-    """The weights, on the CPU: those of the model itself where that is there. Of no use at other ranks than 0."""
+    """The weights, at rank 0."""
+    snapshot: tuple[Tensors, Tensors] | None
+    """Parameters and moments, at rank 0; None where the plan asks for no snapshot."""
     peak_memory: float
     """Bytes, the most of all ranks."""
     fingerprint: Fingerprint
@@ -74,13 +77,8 @@ class ComputedStep:
     beside: bool = False
     """Whether the next step runs while this one is finished: the time of that is not this one's."""
 
-    def let_go(self) -> None:
-        """Let the next step begin: it changes the model's weights in place."""
-        self.tensors, self.beside = self.writer.copied(self.tensors), True
-        self.clock.lap("write")
-
     def finish(self) -> StepResult:
-        """Write the step's files, the snapshot excepted, and say what it did. At rank 0.
+        """Write the step's files, and say what it did. At rank 0.
 
         Raises:
             OSError: a file can't be written.
@@ -88,6 +86,9 @@ class ComputedStep:
         out_dir = Path(self.plan.out_dir)
         (out_dir / "weights").mkdir(parents=True, exist_ok=True)
         self.writer.write(out_dir / "weights", self.tensors)
+        if self.snapshot is not None:
+            (out_dir / "snapshot").mkdir(exist_ok=True)
+            write_state(out_dir / "snapshot", self.key, *self.snapshot)
         if self.options.plot_tensors and self.updates:
             from headrace.trainer.plots import plot_rows  # noqa: PLC0415 - draws with matplotlib, seldom asked for
 

@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,8 +23,8 @@ from headrace.trainer.deepspeed_setup import device, join_world, over_ranks
 from headrace.trainer.metrics import peak_memory, reset_peak_memory
 from headrace.trainer.options import StepOptions, resolve
 from headrace.trainer.passes import StepPasses
-from headrace.trainer.plan import BaseSource, Saved, SavePlan, StateKey, StepPlan, StepResult
-from headrace.trainer.resident import Loaded, Resident
+from headrace.trainer.plan import BaseSource, Saved, SavePlan, StepPlan, StepResult
+from headrace.trainer.resident import Resident
 from headrace.trainer.reward_trend import add, reward_deviation
 from headrace.trainer.rows import PackedUpdate
 from headrace.trainer.training_state import check_finite, save_state
@@ -44,6 +44,8 @@ class _Ready:
     """Of its plan, and of no other."""
     shape: RowShape
     updates: list[PackedUpdate]
+    deviation: float | None
+    """Of its rewards."""
 
 
 class TrainingEngine:
@@ -75,7 +77,8 @@ class TrainingEngine:
         """
         shape = self._shape
         if shape is not None and plan.becomes is None:
-            self._ready = _Ready(out_dir=plan.out_dir, shape=shape, updates=self._updates(plan, _options(plan), shape, seed_of(plan)))
+            updates = self._updates(plan, _options(plan), shape, seed_of(plan))
+            self._ready = _Ready(out_dir=plan.out_dir, shape=shape, updates=updates, deviation=_deviation(plan))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step, its files included; at rank 0.
@@ -86,7 +89,7 @@ class TrainingEngine:
         return self.compute(plan).finish()
 
     def compute(self, plan: StepPlan) -> ComputedStep:
-        """Make the step's new state, and write its snapshot where the plan asks for one: `finish` is what is left.
+        """Make the step's new state; to write it down, and what was done, is left to `finish`.
 
         Raises:
             HeadraceError: the base model, the snapshot or the KL reference can't be used, the plan names a state that is neither resident
@@ -113,14 +116,15 @@ class TrainingEngine:
         )
         ready, self._ready = self._ready, None
         if ready is not None and (ready.out_dir, ready.shape) == (plan.out_dir, shape):
-            updates = ready.updates
+            updates, deviation = ready.updates, ready.deviation
         else:
-            updates = self._updates(plan, options, shape, seed)
+            updates, deviation = self._updates(plan, options, shape, seed), _deviation(plan)
         clock.lap("pack")
         passed = StepPasses(loaded, plan, options, self._world, self._seat).run(updates, shape, clock.lap)
         key = plan.becomes or replace(plan.state, step=plan.state.step + 1, attempt=plan.attempt)
-        self._write_snapshot(loaded, plan, key)
+        check_finite(loaded.trainable)
         tensors = loaded.writer.tensors()
+        snapshot = loaded.trainable.training_tensors() if plan.snapshot else None
         self._resident.is_now(key)
         peak = over_ranks(torch.tensor([peak_memory()], dtype=torch.float64), torch.distributed.ReduceOp.MAX)
         clock.lap("write")
@@ -128,14 +132,15 @@ class TrainingEngine:
             plan=plan,
             options=options,
             key=key,
-            scalars=self._scalars(plan, len(passed.done)),
+            scalars=_scalars(plan, len(passed.done), deviation),
             updates=updates,
             passed=passed,
             seed=seed,
             writer=loaded.writer,
             tensors=tensors,
+            snapshot=snapshot,
             peak_memory=float(peak),
-            fingerprint=self.fingerprint(),
+            fingerprint=self.fingerprint,
             clock=clock,
         )
 
@@ -163,14 +168,6 @@ class TrainingEngine:
             return sft_updates(plan.groups, plan.sft, shape, seed, options.packed_sequence_length)
         return policy_updates(plan.groups, options, shape, plan.state.step)
 
-    @staticmethod
-    def _scalars(plan: StepPlan, updates: int) -> TrainingScalars:
-        trend = plan.scalars.reward_trend
-        deviation = None if plan.sft is not None or plan.forward_only else reward_deviation(plan.groups)
-        if deviation is not None:
-            trend = add(trend, plan.state.step + 1, deviation)
-        return TrainingScalars(updates=plan.scalars.updates + (updates if plan.sft is None else 0), reward_trend=trend)
-
     def preload(self, base: BaseSource) -> None:
         """Load a base model that the first plan will need; another base drops it."""
         self._resident.preload(base)
@@ -179,29 +176,20 @@ class TrainingEngine:
         """Free the model on the device; the next plan loads one."""
         self._resident.drop()
 
+    @cached_property
     def fingerprint(self) -> Fingerprint:
         """The environment."""
         return Fingerprint(
-            headrace=_version("headrace"),
+            headrace=version("headrace"),
             torch=torch.__version__,
-            transformers=_version("transformers"),
-            deepspeed=_version("deepspeed"),
+            transformers=version("transformers"),
+            deepspeed=version("deepspeed"),
             python=platform.python_version(),
             device=torch.cuda.get_device_name() if device().type == "cuda" else "CPU",
             world_size=self._world.size,
             threads=self._threads,
             zero_stage=self._world.zero_stage,
         )
-
-    def _write_snapshot(self, loaded: Loaded, plan: StepPlan, key: StateKey) -> None:
-        """Called by all ranks, which take part in gathering what is sharded; rank 0 writes."""
-        if not plan.snapshot:
-            check_finite(loaded.trainable)
-            return
-        folder = Path(plan.out_dir, "snapshot")
-        if self._seat.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-        save_state(folder, key, loaded.trainable)
 
 
 def _seed_generators(seed: int) -> None:
@@ -211,9 +199,16 @@ def _seed_generators(seed: int) -> None:
         torch.manual_seed(seed)
 
 
-@cache
-def _version(package: str) -> str:
-    return version(package)
+def _deviation(plan: StepPlan) -> float | None:
+    return None if plan.sft is not None or plan.forward_only else reward_deviation(plan.groups)
+
+
+def _scalars(plan: StepPlan, updates: int, deviation: float | None) -> TrainingScalars:
+    """Of the new state."""
+    trend = plan.scalars.reward_trend
+    if deviation is not None:
+        trend = add(trend, plan.state.step + 1, deviation)
+    return TrainingScalars(updates=plan.scalars.updates + (updates if plan.sft is None else 0), reward_trend=trend)
 
 
 def _options(plan: StepPlan) -> StepOptions:

@@ -92,7 +92,7 @@ class PlanRunner:
             return following, None
         if following is None:
             return None, self._finish(computed, None)
-        computed.let_go()
+        computed.beside = True
         self._finishing = self._thread.submit(self._finish, computed, following.out_dir)
         return following, None
 

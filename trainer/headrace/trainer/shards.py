@@ -58,12 +58,12 @@ class Trainable:
         return ((name, self._parameter(parameter)) for name, parameter in self.parameters.items())
 
     def training_tensors(self) -> tuple[Tensors, Tensors]:
-        """Parameters by name, and moments by `name/exp_avg`, `name/exp_avg_sq`, `name/step`: whole, on the CPU."""
-        parameters = {name: _cpu(value) for name, value in self.whole_parameters()}
+        """Parameters by name, and moments by `name/exp_avg`, `name/exp_avg_sq`, `name/step`: whole copies on the CPU, at rank 0 only."""
+        kept = get_rank() == 0
+        parameters = {name: _cpu(value) for name, value in self.whole_parameters() if kept}
         moments: Tensors = {}
         for name, parameter in self.parameters.items():
-            for part, value in self._moments(parameter).items():
-                moments[f"{name}/{part}"] = _cpu(value)
+            moments |= {f"{name}/{part}": _cpu(value) for part, value in self._moments(parameter).items() if kept}
         return parameters, moments
 
     def restore(self, parameters: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]) -> None:
@@ -176,4 +176,5 @@ def _shape(parameter: Any) -> torch.Size:  # noqa: ANN401 - as DeepSpeed extends
 
 
 def _cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous()
+    """A copy, also of what is there already: the model trains on."""
+    return tensor.detach().to("cpu", copy=True).contiguous()

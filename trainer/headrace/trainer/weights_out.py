@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import orjson
+import torch
 from safetensors.torch import save_file
 
 from headrace.trainer.plan import BaseSource
@@ -41,27 +42,26 @@ class WeightsWriter:
                 if model.can_generate() and model.generation_config is not None:
                     model.generation_config.save_pretrained(folder)
                 _save_tokenizer(base, folder)
+            # The same objects as long as the model lives: to look for them took as long as to copy a small model.
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            named = [(name, parameters.get(name, tensor)) for name, tensor in model.state_dict(keep_vars=True).items()]
+            self._written = [(name, tensor) for name, tensor in named if adaptation == "full" or tensor.requires_grad]
             self._files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
     def tensors(self) -> Tensors:
-        """The weights by name, on the CPU: the model's own memory where that is there. Called by all ranks."""
+        """The weights by name, as copies on the CPU, at rank 0. Called by all ranks."""
         whole = self._whole()
-        if self.format == "lora":
+        if self.format == "lora" and whole:
             from peft import get_peft_model_state_dict  # noqa: PLC0415 - takes seconds
 
             # Embeddings are never part of an adapter here; asking peft to find out makes it look for the base model on the network.
             whole = get_peft_model_state_dict(self._model, state_dict=whole, save_embedding_layers=False)
-        else:
+        elif self.format == "full":
             for tied in getattr(self._model, "_tied_weights_keys", None) or ():
                 # The loader ties them again; safetensors refuses shared memory.
                 if self._model.get_output_embeddings().weight is self._model.get_input_embeddings().weight:
                     whole.pop(tied, None)
         return dict(sorted(whole.items()))
-
-    def copied(self, tensors: Tensors) -> Tensors:
-        """Weights that stay as they are when the model trains on."""
-        own = any(parameter.device.type == "cpu" for parameter in self._model.parameters())
-        return {name: tensor.clone() for name, tensor in tensors.items()} if own else tensors
 
     def write(self, folder: Path, tensors: Tensors) -> None:
         """Write all files into an existing folder. At rank 0."""
@@ -73,13 +73,12 @@ class WeightsWriter:
 
     def _whole(self) -> Tensors:
         """State dict on the CPU, whole; of an adapter only what trains."""
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        kept = torch.distributed.get_rank() == 0
         found: Tensors = {}
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            parameter = parameters.get(name, tensor)
-            if self.format == "full" or parameter.requires_grad:
-                with gathered([parameter]):
-                    found[name] = parameter.detach().cpu().contiguous()
+        for name, parameter in self._written:
+            with gathered([parameter]):
+                if kept:
+                    found[name] = parameter.detach().to("cpu", copy=True).contiguous()
         return found
 
 
