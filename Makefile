@@ -24,8 +24,8 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py core/headrace/core/hoste
 demo: $(STAMP)
 	$(BIN)/headrace demo $(ARGS)
 
-# Two files of tests at a time; WORKERS=0 for one after the other, as a debugger needs it.
-WORKERS ?= 2
+# Three files of tests at a time, which keeps two cores busy: they wait for Kafka a good part of their time; WORKERS=0 for one after the other, as a debugger needs it.
+WORKERS ?= 3
 test: $(STAMP) chromium
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
