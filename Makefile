@@ -24,10 +24,11 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py core/headrace/core/hoste
 demo: $(STAMP)
 	$(BIN)/headrace demo $(ARGS)
 
-# Three files of tests at a time, which keeps two cores busy: they wait for Kafka a good part of their time; WORKERS=0 for one after the other, as a debugger needs it.
+# Three files of tests at a time, which keeps two cores busy, in the order of their names: xdist would leave those with the fewest tests,
+# which take longest here, to the end; WORKERS=0 for one after the other, as a debugger needs it.
 WORKERS ?= 3
 test: $(STAMP) chromium
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # A browser for the tests of the dashboard; without one they are skipped. Their screenshots are in .ci-artifacts/browser.
 chromium:

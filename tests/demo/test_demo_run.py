@@ -10,7 +10,7 @@ from headrace.core.kafka import client_options
 from headrace.core.settings import KafkaSettings
 from headrace.core.topic_metadata import partition_counts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FIELDS = {"steps", "reward_first", "reward_last", "policy_version", "groups", "rejected", "max_lag", "seconds", "tokens_per_second"}
 
 
@@ -45,15 +45,15 @@ def test_a_short_run_reports_its_numbers_and_leaves_only_the_figure(tmp_path: Pa
 
 
 def test_smollm2_learns_from_sums_and_is_served_back(tmp_path: Path, kafka: str):
-    """A real pretrained model, LoRA, its own chat template: three steps are trained, and the last version samples again."""
-    demo = RunningDemo("--model", "smollm2", "--json", "--keep", "--bootstrap-servers", kafka, tmp=tmp_path)
+    """A real pretrained model, LoRA, its own chat template: two steps are trained, and the last version samples again."""
+    demo = RunningDemo("--model", "smollm2", "--steps", "2", "--json", "--keep", "--bootstrap-servers", kafka, tmp=tmp_path)
     try:
-        assert demo.end(390) == 0, "".join(demo.output)
+        assert demo.end(850) == 0, "".join(demo.output)
         numbers = demo.numbers()
-        assert numbers["steps"] == numbers["policy_version"] == 3
-        assert numbers["groups"] == 12
+        assert numbers["steps"] == numbers["policy_version"] == 2
+        assert numbers["groups"] == 8
         text = "".join(demo.output)
-        assert "The last rollout · policy version 3" in text
+        assert "The last rollout · policy version 2" in text
         assert "You are a calculator" in text
         (folder,) = demo.files.iterdir()
         assert f"logs, store and base model in {folder}" in text
