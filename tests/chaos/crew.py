@@ -16,6 +16,8 @@ from tests.worker.conftest import environment_of
 
 from headrace.core.settings import Settings
 
+_NO_BROKER = "does not answer (KafkaConnectionError"
+
 
 class Cold:
     """`headrace worker` from its beginning.
@@ -170,7 +172,8 @@ class Crew:
         """Start a worker for each that has died."""
         for worker in [worker for worker in self.workers if not worker.alive]:
             self.workers.remove(worker)
-            if worker.pid not in self.killed:
+            # Who finds no broker says so and ends, as often as it is started while the broker is away: nobody's fault.
+            if worker.pid not in self.killed and not worker.says(_NO_BROKER):
                 self.ended.append(worker)
             self._start()
 
