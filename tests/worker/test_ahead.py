@@ -45,6 +45,17 @@ def ran(stage: Stage) -> Iterator[list[StepPlan]]:
         yield plans
 
 
+async def a_plan(stage: Stage) -> StepPlan:
+    """One that a lane has run, the first of its model."""
+    lane = stage.free_lane()
+    model = await stage.model(lane)
+    with ran(stage) as plans:
+        async with stage.seen(model) as seen, stage.owner(lane):
+            await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(2)))
+            await seen.until(StepRecord, 1)
+    return plans[0]
+
+
 async def ahead_has_run(owner: Owner) -> None:
     """The step after the one whose commit waits for this has run."""
 
@@ -262,13 +273,8 @@ async def test_what_was_begun_of_a_deleted_model_does_not_keep_the_others_of_a_b
 
 @staged
 async def test_what_is_not_wanted_any_more_takes_no_turn_at_the_device(stage: Stage) -> None:
-    lane = stage.free_lane()
-    model = await stage.model(lane)
-    with ran(stage) as plans:
-        async with stage.seen(model) as seen, stage.owner(lane):
-            await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(2)))
-            await seen.until(StepRecord, 1)
-    plan = replace(plans[0], attempt="unwanted", out_dir=f"{plans[0].out_dir}-unwanted")
+    one = await a_plan(stage)
+    plan = replace(one, attempt="unwanted", out_dir=f"{one.out_dir}-unwanted")
     ended = asyncio.Event()
 
     async def another() -> None:

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from tests.worker.groups import group
 from tests.worker.stage import Stage, offsets_of, until
-from tests.worker.test_ahead import ran
+from tests.worker.test_ahead import a_plan
 
 from headrace.consumers.steps.ahead import Following, NextPlan
 from headrace.consumers.steps.cut import Batch
@@ -61,13 +61,7 @@ class Plans:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def plans(stage: Stage) -> AsyncIterator[Plans]:
-    lane = stage.free_lane()
-    model = await stage.model(lane)
-    with ran(stage) as run:
-        async with stage.seen(model) as seen, stage.owner(lane):
-            await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(2)))
-            await seen.until(StepRecord, 1)
-    yield Plans(run[0], stage.world)
+    yield Plans(await a_plan(stage), stage.world)
     stage.world.forget({"m", "n"})
 
 

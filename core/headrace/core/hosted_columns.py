@@ -33,7 +33,7 @@ _PAIRS = np.uint64(0x000000FF000000FF)
 _LOW, _HIGH = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
 
 
-class _OtherwiseError(Exception):
+class OtherwiseError(Exception):
     """Something is not as it mostly is."""
 
 
@@ -44,7 +44,7 @@ def find_columns(body: bytes | memoryview) -> Columns:
         Exception: anything is not just so.
     """
     if len(body) < _MARGIN:
-        raise _OtherwiseError
+        raise OtherwiseError
     # What follows an entry is looked at in words: behind the last one of a body there is white space, which JSON allows.
     padded = b"".join((body, b" " * _MARGIN))
     found = _found(padded)
@@ -67,9 +67,14 @@ class _Entries:
     """The entries of each turn, as [first, last + 1)."""
 
 
-def _need(fine: object) -> None:
+def need(fine: object) -> None:
+    """Go on only with what is as it mostly is.
+
+    Raises:
+        OtherwiseError: it is not.
+    """
     if not fine:
-        raise _OtherwiseError
+        raise OtherwiseError
 
 
 def _found(body: bytes) -> _Entries:
@@ -82,14 +87,14 @@ def _found(body: bytes) -> _Entries:
     follows = entry & (bytes_[braces - 1] == ord(",")) & (bytes_[braces - 2] == ord("}"))
     others = np.flatnonzero(entry & ~follows)
     firsts = others[_is(word, braces[others] - 11, b'"content":[')]
-    _need(len(firsts))
+    need(len(firsts))
     breaks = np.flatnonzero(~follows)
     stops = np.append(breaks, len(braces))[np.searchsorted(breaks, firsts, side="right")]
     starts = [braces[first:stop] for first, stop in zip(firsts, stops, strict=True)]
     ends = []
     for turn in starts:
         last = body.find(b"}]", turn[-1], turn[-1] + _MARGIN)
-        _need(last > 0)
+        need(last > 0)
         ends += [turn[1:] - 2, np.array([last])]
     bounds = np.cumsum([0, *map(len, starts)]).tolist()
     return _Entries(starts=np.concatenate(starts), ends=np.concatenate(ends), turns=list(pairwise(bounds)))
@@ -101,20 +106,20 @@ def _columns(body: bytes, entries: _Entries) -> tuple[npt.NDArray[np.int32], npt
     digits = entries.starts + len(_ENTRY)
     behind_id = _find(word, digits, b'"', 1)
     tail = entries.ends + 1 - len(_LAST)
-    _need(_is(word, tail, _LAST).all())
+    need(_is(word, tail, _LAST).all())
     if _is(word, behind_id[:1], b'","bytes":[').all():  # as OpenAI's client orders the keys
-        _need(_is(word, behind_id, b'","bytes":[').all())
+        need(_is(word, behind_id, b'","bytes":[').all())
         inside = behind_id + 11
         behind_bytes = _find(word, inside, b"]", _MOST_BYTES // 8)
-        _need(_is(word, behind_bytes, b'],"logprob":').all())
+        need(_is(word, behind_bytes, b'],"logprob":').all())
         number, behind_number = behind_bytes + 12, tail
     else:  # as vLLM does
-        _need(_is(word, behind_id, b'","logprob":').all())
+        need(_is(word, behind_id, b'","logprob":').all())
         number = behind_id + 12
         behind_number = _find(word, number, b",", _NUMBER_BYTES // 8)
-        _need(_is(word, behind_number, b',"bytes":[').all())
+        need(_is(word, behind_number, b',"bytes":[').all())
         inside, behind_bytes = behind_number + 10, tail - 1
-        _need(_is(word, behind_bytes, b'],"top_lo').all())
+        need(_is(word, behind_bytes, b'],"top_lo').all())
     _check_bytes(word, inside, behind_bytes - inside)
     return _ids(word, digits, behind_id - digits), _numbers(word, number, behind_number - number)
 
@@ -146,7 +151,7 @@ def _find(word: npt.NDArray[np.uint64], at: Positions, byte: bytes, words: int) 
         left = left[skipped == 8]
     if len(left) == 0:
         return found
-    raise _OtherwiseError
+    raise OtherwiseError
 
 
 def _skipped(other: npt.NDArray[np.uint64]) -> Positions:
@@ -158,7 +163,7 @@ def _skipped(other: npt.NDArray[np.uint64]) -> Positions:
 
 def _texts(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions, width: int) -> npt.NDArray[np.uint8]:
     """uint8[E, width]: what stands at each place, spaces behind it."""
-    _need((lengths >= 0).all() and (lengths < width).all())
+    need((lengths >= 0).all() and (lengths < width).all())
     texts = np.empty((len(at), width // 8), np.uint64)
     for i in range(width // 8):
         own = _OWN[np.clip(lengths - 8 * i, 0, 8)]
@@ -168,7 +173,7 @@ def _texts(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions, widt
 
 def _ids(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions) -> npt.NDArray[np.int32]:
     texts = _texts(word, at, lengths, _ID_BYTES).view("<u8")[:, 0]
-    _need((lengths > 0).all() and not (texts & _HIGH).any() and (_digits(texts) == _OWN[lengths] & _LOW).all())
+    need((lengths > 0).all() and not (texts & _HIGH).any() and (_digits(texts) == _OWN[lengths] & _LOW).all())
     # Digits to the right, zeros before them; then pairs of digits, and two and two of those.
     ones = (texts << (8 * (_ID_BYTES - lengths)).astype(np.uint64)) & np.uint64(0x0F0F0F0F0F0F0F0F)
     pairs = ones * np.uint64(10) + (ones >> np.uint64(8))
@@ -180,23 +185,23 @@ def _ids(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions) -> npt
 def _numbers(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions) -> npt.NDArray[np.float32]:
     """JSON says what is a number, and which: they are read as one list, with the spaces that JSON allows."""
     longest = int(lengths.max())
-    _need((lengths > 0).all() and longest < _NUMBER_BYTES)
+    need((lengths > 0).all() and longest < _NUMBER_BYTES)
     texts = _texts(word, at, lengths, 8 * (longest // 8 + 1))
     texts[:, -1] = ord(",")
     # What is made of these is a number, a list of numbers, or no JSON.
-    _need((((texts >= ord("+")) & (texts <= ord("9"))) | ((texts | np.uint8(32)) == ord("e")) | (texts == ord(" "))).all())
+    need((((texts >= ord("+")) & (texts <= ord("9"))) | ((texts | np.uint8(32)) == ord("e")) | (texts == ord(" "))).all())
     texts[-1, -1] = ord(" ")
     values = array("d", orjson.loads(b"[" + texts.tobytes() + b"]"))
-    _need(len(values) == len(at))
+    need(len(values) == len(at))
     with np.errstate(over="ignore"):
         numbers = np.frombuffer(values, np.float64).astype(np.float32)
-    _need(np.isfinite(numbers).all())
+    need(np.isfinite(numbers).all())
     return numbers
 
 
 def _check_bytes(word: npt.NDArray[np.uint64], at: Positions, lengths: Positions) -> None:
     """Numbers with commas between them, as JSON wants them. Nobody reads them, and a group with others is no JSON."""
-    _need((lengths >= 0).all() and (lengths < _MOST_BYTES).all())
+    need((lengths >= 0).all() and (lengths < _MOST_BYTES).all())
     shortest = 0
     while shortest < _MOST_BYTES:  # mostly all are short: what is longer than twice as long is looked at apart
         longest = max(16, 2 * shortest)
@@ -217,18 +222,18 @@ def _check_digits(word: npt.NDArray[np.uint64], at: Positions, lengths: Position
     for i in range(words):
         own = _OWN[np.clip(lengths - 8 * i, 0, 8)]
         text = (word[at + 8 * i] & own) | (_SPACES & ~own)
-        _need(not (text & _HIGH).any())
+        need(not (text & _HIGH).any())
         digit = _digits(text)
         comma = _equal(text, ord(","))
-        _need(((digit | comma) == own & _LOW).all())
+        need(((digit | comma) == own & _LOW).all())
         starts = (comma << np.uint64(8)) | begins
         zeros = starts & _equal(text, ord("0"))
         lone = zeros << np.uint64(8) | zero_begun
-        _need(not (starts & ~digit & ~(empty if i == 0 else np.uint64(0))).any())
-        _need(not (lone & digit).any())
+        need(not (starts & ~digit & ~(empty if i == 0 else np.uint64(0))).any())
+        need(not (lone & digit).any())
         begins = comma >> np.uint64(56)
         zero_begun = zeros >> np.uint64(56)
-    _need(not np.any(begins))
+    need(not np.any(begins))
 
 
 def _digits(text: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -10,7 +10,7 @@ JSON): then `decode_group` reads it, and says what is wrong. Gives up: nothing.
 import uuid
 from typing import Any
 
-from headrace.core.hosted_columns import find_columns
+from headrace.core.hosted_columns import find_columns, need
 from headrace.core.hosted_scan import Columns, Turn, scan
 from headrace.schemas.codec import SampledGroup
 from headrace.schemas.parsing import load_json, validate
@@ -19,10 +19,6 @@ from headrace.schemas.turns import SampledTokens, carried, lift, raw_choices
 
 _MARK = uuid.uuid4().hex
 """Stands for a list of entries that was taken out; no sender can know it."""
-
-
-class _OtherwiseError(Exception):
-    """Something is not as it mostly is."""
 
 
 def decode_hosted(body: bytes | memoryview) -> SampledGroup | None:
@@ -35,7 +31,7 @@ def decode_hosted(body: bytes | memoryview) -> SampledGroup | None:
 
 
 def _decode(body: bytes | memoryview, columns: Columns) -> SampledGroup:
-    _need(columns.turns)
+    need(columns.turns)
     view = memoryview(body)
     pieces: list[bytes | memoryview] = []
     at = 0
@@ -51,13 +47,8 @@ def _decode(body: bytes | memoryview, columns: Columns) -> SampledGroup:
             taken += 1
         else:
             turns.append(lift(choice, path))
-    _need(taken == len(columns.turns))
+    need(taken == len(columns.turns))
     return SampledGroup(group=validate(TrajectoryGroup, raw), turns=tuple(turns))
-
-
-def _need(fine: object) -> None:
-    if not fine:
-        raise _OtherwiseError
 
 
 def _is_mark(choice: dict[str, Any], number: int) -> bool:
@@ -69,7 +60,7 @@ def _take(choice: dict[str, Any], columns: Columns, turn: Turn) -> SampledTokens
     """As `lift` leaves the choice and answers."""
     said = choice["logprobs"]
     del said["content"]
-    _need(not said.get("refusal") and carried(choice) is None and choice.get("token_span") is None)
+    need(not said.get("refusal") and carried(choice) is None and choice.get("token_span") is None)
     for key in ("token_ids", "token_logprobs", "policy_versions", "token_span"):
         choice.pop(key, None)
     choice["logprobs"] = {key: value for key, value in said.items() if value is not None} or None

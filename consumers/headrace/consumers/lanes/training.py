@@ -104,7 +104,7 @@ class LaneTraining:
 
     def _coming(self, run: ModelRun, batch: Batch) -> Following:
         def may_still(coming: Batch) -> bool:
-            return not self.leaving and run.status == "active" and all(waiting.offset in run.waiting for waiting in coming.groups)
+            return not self.leaving and _wanted(run, coming)
 
         return Following(now=partial(self._following, run, batch), may_still=may_still, changed=self._book.changed)
 
