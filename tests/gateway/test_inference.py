@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tests.gateway.conftest import running
+from tests.gateway.lane_double import LaneDouble
 
 from headrace.core.kafka import client_options
 from headrace.core.models import create_model
@@ -136,23 +137,82 @@ async def test_the_served_version_is_in_the_answer_and_ids_come_with_log_probabi
         assert kept.json()["data"] == []
 
 
-async def test_the_newest_version_answers_and_one_that_is_published_is_waited_for(
+def version(model_id: str, number: int, incarnation: str) -> WeightsPublished:
+    return WeightsPublished(
+        model_id=model_id,
+        incarnation=incarnation,
+        policy_version=number,
+        base_model="tiny",
+        format="full",
+        uri="file:///w",
+        digest=DIGEST,
+        files=(),
+    )
+
+
+async def publish(gateway: httpx.AsyncClient, settings: Settings, model_id: str, number: int) -> str:
+    """A version of a model that its owner has taken up; its incarnation."""
+    state = await LaneDouble(gateway.gate).take_up(model_id)  # type: ignore[attr-defined]
+    await say(settings, settings.topic_names.weights, model_id, version(model_id, number, state.incarnation))
+    return state.incarnation
+
+
+async def test_a_version_of_an_incarnation_that_no_owner_confirmed_counts_as_not_published(
+    settings: Settings, gateway: httpx.AsyncClient, model_id: str
+) -> None:
+    async with stand_in() as engine:
+        await say(settings, settings.topic_names.weight_acks, "e1", ack(engine, "e1", model_id, 0))
+        await say(settings, settings.topic_names.weights, model_id, version(model_id, 1, ""))
+        assert (await gateway.post("/v1/chat/completions", json=chat())).json()["policy_version"] == 0
+
+
+async def test_a_name_without_a_version_waits_until_an_engine_serves_the_version_that_is_published(
     settings: Settings, gateway: httpx.AsyncClient, model_id: str
 ) -> None:
     async with stand_in() as old, stand_in() as new:
         await say(settings, settings.topic_names.weight_acks, "e1", ack(old, "e1", model_id, 0))
         assert (await gateway.post("/v1/chat/completions", json=chat())).json()["policy_version"] == 0
-        published = WeightsPublished(
-            model_id=model_id, incarnation="", policy_version=1, base_model="tiny", format="full", uri="file:///w", digest=DIGEST, files=()
-        )
-        # Of an incarnation that no owner has confirmed: it does not count as published.
-        await say(settings, settings.topic_names.weights, model_id, published)
-        assert (await gateway.post("/v1/chat/completions", json=chat())).json()["policy_version"] == 0
+        await publish(gateway, settings, model_id, 1)
+        waiting = asyncio.create_task(gateway.post("/v1/chat/completions", json=chat()))
+        # Meanwhile the older version is there for a request that says that it will do, in each form of a name.
+        for name in (f"{NAME}@latest-served", f"{NAME}:latest-served", f"{model_id}@latest-served"):
+            served = await gateway.post("/v1/chat/completions", json=chat() | {"model": name})
+            assert (served.status_code, served.json()["policy_version"]) == (200, 0), name
         await say(settings, settings.topic_names.weight_acks, "e2", ack(new, "e2", model_id, 1))
-        assert (await gateway.post("/v1/chat/completions", json=chat())).json()["policy_version"] == 1
+        answer = await waiting
+        assert (answer.status_code, answer.json()["policy_version"], len(new.asked)) == (200, 1, 1)
         named = await gateway.post("/v1/chat/completions", json=chat() | {"model": f"{NAME}:step0"})
         assert named.json()["policy_version"] == 0
         assert old.asked[-1]["model"] == f"{model_id}@0"
+        both = await gateway.post("/v1/chat/completions", json=chat() | {"model": f"{NAME}:step1@latest-served"})
+        assert (both.status_code, "leave one of them out" in both.json()["error"]["message"]) == (404, True)
+
+
+async def test_a_published_version_that_no_engine_loads_in_time_is_503_with_both_versions_and_the_engines_reason(
+    settings: Settings, model_id: str
+) -> None:
+    quick = settings.model_copy(update={"gateway": settings.gateway.model_copy(update={"inference_wait_seconds": 0.1})})
+    async with stand_in() as engine, running(quick) as http:
+        incarnation = await publish(http, settings, model_id, 5)
+        failed = WeightsFailed(
+            engine_id=f"e1:{model_id}",
+            model_id=model_id,
+            incarnation=incarnation,
+            policy_version=5,
+            digest=DIGEST,
+            error="no space left on device",
+            serving=4,
+            base_url=engine.base_url,
+        )
+        await say(settings, settings.topic_names.weight_acks, failed.engine_id, failed)
+        answer = await http.post("/v1/chat/completions", json=chat())
+        assert (answer.status_code, engine.asked) == (503, [])
+        assert answer.headers["retry-after"]
+        message = answer.json()["error"]["message"]
+        for part in ("version 5", "engine e1 failed: no space left on device", "serves is 4", "@latest-served"):
+            assert part in message
+        older = await http.post("/v1/chat/completions", json=chat() | {"model": f"{NAME}@latest-served"})
+        assert (older.status_code, older.json()["policy_version"]) == (200, 4)
 
 
 async def test_an_engine_that_could_not_take_the_newest_version_answers_with_the_one_before(

@@ -173,8 +173,8 @@ class GatewaySettings(_Section):
     kafka_timeout_seconds: float = Field(default=10, gt=0)
     """For Kafka to answer; then 503."""
     inference_timeout_seconds: float = Field(default=1200, gt=0)
-    inference_wait_seconds: float = Field(default=2, ge=0)
-    """A version that is published and not served yet is waited for so long."""
+    inference_wait_seconds: float = Field(default=60, ge=0)
+    """The longest wait of a request for an engine to load the version that its model name means; then 503."""
     engine_silence_seconds: float = Field(default=60, gt=0)
     """An engine that said it would say that it lives, and has not for so long, counts no more; requests go to others first."""
     wandb_dir: Path = Path(".headrace/wandb")

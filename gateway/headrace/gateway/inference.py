@@ -1,14 +1,14 @@
 """Inference on the same base URL: a request goes to an engine that serves the version which its model name means.
 
-Guarantees: an unsuffixed name is the newest version that an engine serves (one that is published and not served yet is waited for, a
-moment); `:stepN` is that version or an error, never another; the version that answered is in the answer (`model`, `policy_version`) and in
-the header `x-headrace-policy-version`. Where log-probabilities are asked for, token ids come with them. An engine that does not answer is
-passed over for the next; without one it is 503 with a reason. Nothing is recorded unless `x-headrace-trajectory` asks. Gives up: retries
-once a stream has begun.
+Guarantees: a name without a version is the newest version that was published before the request came, or a later one: the request waits
+until an engine serves it (`gateway.inference_wait_seconds`), and is answered 503 if none does. So a client that reads that a job is
+completed never samples from the version before. `@latest-served` is the newest version that an engine serves now, without that wait;
+`:stepN` is that version or an error, never another. The version that answered is in the answer (`model`, `policy_version`) and in the
+header `x-headrace-policy-version`. Where log-probabilities are asked for, token ids come with them. If an engine does not answer, the next
+one is tried; without one the answer is 503 with a reason. Nothing is recorded unless `x-headrace-trajectory` asks. Limitations: a stream
+that has begun is not retried.
 """
 
-import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -29,7 +29,16 @@ from headrace.gateway.exchanges import HEADER, assembled, check_name, exchange_o
 from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.served_names import named_version
-from headrace.gateway.serving import Served, UnknownNameError, Wanted, engines_of, newest_version, parse_name
+from headrace.gateway.serving import (
+    Served,
+    UnknownNameError,
+    Wanted,
+    engines_of,
+    load_failures,
+    newest_version,
+    parse_name,
+    without_latest_served,
+)
 from headrace.gateway.tables import is_model
 from headrace.gateway.training_jobs.seen import is_deleted
 
@@ -37,7 +46,9 @@ router = APIRouter(tags=["inference"])
 
 VERSION_HEADER = "x-headrace-policy-version"
 _FRESH_SECONDS = 1.0
-"""Engines go on answering while Kafka is away: then what is known has to do."""
+"""Engines answer while Kafka is away: the gateway then uses what it knows."""
+_ENGINE_WAIT_SECONDS = 5.0
+"""The longest wait for an engine of a model that no engine serves: an engine needs about a second to take up a new model."""
 _busy: Counter[str] = Counter()
 """Requests under way, by engine id: of this process, so of its one event loop."""
 
@@ -137,8 +148,13 @@ def find_model(gate: Gate, caller: Caller, name: str) -> tuple[Wanted, ModelView
         ProblemError: 404, for unknown names and for what the caller does not see.
     """
     if name.startswith("accounts/"):
-        found = named_version(gate.view.tables, caller, name, frozenset(gate.settings.base_models))
-        return Wanted(account=caller.account, project=None, name=None, model_id=found.view.model_id, version=found.version), found.view
+        bare, latest_served = without_latest_served(name)
+        found = named_version(gate.view.tables, caller, bare, frozenset(gate.settings.base_models))
+        version = None if latest_served else found.version
+        wanted = Wanted(
+            account=caller.account, project=None, name=None, model_id=found.view.model_id, version=version, latest_served=latest_served
+        )
+        return wanted, found.view
     try:
         wanted = parse_name(name, caller.account)
     except UnknownNameError as error:
@@ -156,19 +172,19 @@ def find_model(gate: Gate, caller: Caller, name: str) -> tuple[Wanted, ModelView
 
 
 async def _candidates(gate: Gate, asked: _Asked) -> list[Served]:
-    """Engines to try, best first; a version that nobody serves yet is waited for."""
-    tables = gate.view.tables
-    goal = newest_version(tables, asked.model) if asked.wanted.version is None else asked.wanted.version
-    until = time.monotonic() + gate.settings.gateway.inference_wait_seconds
-    while not (found := engines_of(tables, asked.model, _busy, at_least=goal)) and (left := until - time.monotonic()) > 0:
-        try:
-            await asyncio.wait_for(gate.view.news(), left)
-        except TimeoutError:
-            break
-    if found or asked.wanted.version is not None:
-        # Of those with a later version, the nearest are likeliest to hold this one still.
-        return found if asked.wanted.version is None else sorted(found, key=lambda served: served.version)
-    return engines_of(tables, asked.model, _busy)
+    """Engines to try, best first. Waits for an engine that serves the wanted version; empty: none did in time."""
+    tables, version = gate.view.tables, asked.wanted.version
+    goal = 0 if asked.wanted.latest_served else newest_version(tables, asked.model) if version is None else version
+    wait = gate.settings.gateway.inference_wait_seconds
+
+    def found() -> list[Served]:
+        return engines_of(tables, asked.model, _busy, at_least=goal)
+
+    if not await gate.view.until(lambda: bool(found() or engines_of(tables, asked.model, _busy)), min(wait, _ENGINE_WAIT_SECONDS)):
+        return []
+    await gate.view.until(lambda: bool(found()), wait)
+    # Of engines with a later version, the nearest are likeliest to hold this one still.
+    return found() if version is None else sorted(found(), key=lambda served: served.version)
 
 
 def _name_at(asked: _Asked, served: Served) -> str:
@@ -254,11 +270,21 @@ def _said(upstream: httpx.Response) -> str:
 
 
 def _nobody(gate: Gate, asked: _Asked, tried: list[str]) -> str:
+    """Why no engine answered, and what to do."""
     if tried:
         return f"no engine of {asked.name} answers: {'; '.join(tried)}"
-    if asked.wanted.version is not None and engines_of(gate.view.tables, asked.model, _busy):
-        return f"no engine has served version {asked.wanted.version} of {asked.name} yet"
+    tables = gate.view.tables
+    serving = engines_of(tables, asked.model, _busy)
+    if not serving:
+        return (
+            f"no engine serves {asked.name}: start one (`headrace engine --base-model {asked.model.settings.base_model}`), or wait until "
+            "it has acknowledged a version"
+        )
+    goal = newest_version(tables, asked.model) if asked.wanted.version is None else asked.wanted.version
+    failures = load_failures(tables, asked.model, goal)
+    why = f" ({'; '.join(failures)})" if failures else ""
     return (
-        f"no engine serves {asked.name}: start one (`headrace engine --base-model {asked.model.settings.base_model}`), or wait until it "
-        "has acknowledged a version"
+        f"version {goal} of {asked.name} is published, and no engine has served it within "
+        f"{gate.settings.gateway.inference_wait_seconds:g} s{why}; the newest version that an engine serves is {serving[0].version}: "
+        "try again, or ask for the name with @latest-served"
     )

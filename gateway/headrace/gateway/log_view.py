@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -122,6 +122,20 @@ class LogView:
         """Wait until records were applied."""
         async with self._moved:
             await self._moved.wait()
+
+    async def until(self, there: Callable[[], bool], seconds: float) -> bool:
+        """Wait until the tables satisfy a condition; no change of them is missed. Returns whether they do.
+
+        Args:
+            there: The condition. It only reads the tables.
+            seconds: The longest wait.
+        """
+        try:
+            async with deadline(seconds), self._moved:
+                await self._moved.wait_for(there)
+        except TimeoutError:
+            return there()
+        return True
 
     def _consumer_options(self) -> ClientOptions:
         return {

@@ -1,18 +1,18 @@
-"""Which engines serve a model's version, from their acks. Pure.
+"""Which version a model's name means, and which engines serve it, from their acks. Pure.
 
-An engine serves version N of model M under the name that its ack says (`served_as`), or `M@N`. Guarantees: acks of another incarnation of
-the model, count for nothing, and an engine that could not take the newest version counts with the one that it goes on with; the newest
-version first, and the engine with the fewest requests first. Gives up: whether an engine still lives; who asks finds out, and asks the next
-one.
+An engine serves version N of model M under the name that its ack says (`served_as`), or `M@N`. Guarantees: an ack of another incarnation
+of the model is ignored; an engine that could not load the newest version counts with the version that it still serves; the newest version
+comes first, then the engine with the fewest requests. Limitations: an engine in the list may have died since its last ack; the caller tries
+the next one.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.core.model_views import ModelView
 from headrace.gateway.tables import Tables
-from headrace.schemas.weights import WeightsApplied
+from headrace.schemas.weights import WeightsApplied, WeightsFailed
 
 _ARTIFACT = re.compile(r"(?:wandb-artifact:///)?(?P<entity>[^/:]+)/(?P<project>[^/:]+)/(?P<name>[^/:]+)(?::(?P<alias>.+))?")
 _STEP = re.compile(r"(?:step|v)(\d+)")
@@ -24,7 +24,7 @@ class UnknownNameError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A model, and the version of it that was named; None: the latest."""
+    """A model, and the version that a request names; None: the newest one."""
 
     account: str
     project: str | None
@@ -32,6 +32,8 @@ class Wanted:
     name: str | None
     model_id: str | None
     version: int | None
+    latest_served: bool = False
+    """The newest version that an engine serves now will do, although a newer one may be published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +47,28 @@ class Served:
     version: int
 
 
+def without_latest_served(name: str) -> tuple[str, bool]:
+    """A name without the ending `@latest-served` (or `:latest-served`), and whether it had one."""
+    bare = name.removesuffix("@latest-served").removesuffix(":latest-served")
+    return bare, bare != name
+
+
 def parse_name(name: str, account: str) -> Wanted:
     """A model's name: `wandb-artifact:///entity/project/name[:stepN]`, with or without the scheme, or a model id, perhaps with `@N`.
 
+    Either may end with `@latest-served` instead of a version.
+
     Raises:
-        UnknownNameError: neither.
+        UnknownNameError: The name has neither form.
     """
+    bare, latest_served = without_latest_served(name)
+    wanted = _parse(bare, account)
+    if latest_served and wanted.version is not None:
+        raise UnknownNameError(f"model {name[:200]!r} names a version and @latest-served: leave one of them out")
+    return replace(wanted, latest_served=latest_served)
+
+
+def _parse(name: str, account: str) -> Wanted:
     model_id, at, version = name.partition("@")
     if re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", model_id) and (not at or version.isdigit()):
         return Wanted(account=account, project=None, name=None, model_id=model_id, version=int(version) if at else None)
@@ -62,7 +80,10 @@ def parse_name(name: str, account: str) -> Wanted:
     alias = found["alias"]
     step = None if alias in {None, "latest"} else _STEP.fullmatch(alias)
     if alias not in {None, "latest"} and step is None:
-        raise UnknownNameError(f"model {name[:200]!r}: {alias!r} is no version: :step3 is the third, :latest or nothing the newest")
+        raise UnknownNameError(
+            f"model {name[:200]!r}: {alias!r} is no version: :step3 is the third, :latest or nothing is the newest, and :latest-served is "
+            "the newest that an engine serves now"
+        )
     return Wanted(
         account=found["entity"], project=found["project"], name=found["name"], model_id=None, version=int(step[1]) if step else None
     )
@@ -74,6 +95,17 @@ def newest_version(tables: Tables, model: ModelView) -> int:
     if published is None or model.state is None or published.incarnation != model.state.incarnation:
         return 0
     return published.policy_version
+
+
+def load_failures(tables: Tables, model: ModelView, version: int) -> list[str]:
+    """Why engines could not load a version of a model, a sentence for each engine that said so last; at most five."""
+    incarnation = model.incarnation or ""
+    failed = (
+        ack
+        for ack in tables.acks.values()
+        if isinstance(ack, WeightsFailed) and (ack.model_id, ack.incarnation, ack.policy_version) == (model.model_id, incarnation, version)
+    )
+    return [f"engine {ack.engine_id.partition(':')[0]} failed: {ack.error[:200]}" for ack in list(failed)[:5]]
 
 
 def engines_of(tables: Tables, model: ModelView, busy: Mapping[str, int], *, at_least: int = 0) -> list[Served]:
