@@ -9,10 +9,14 @@ from typing import Any
 
 import orjson
 import pytest
+from aiokafka import AIOKafkaProducer
 from tests.producers.conftest import make_group, read_topic
 
+from headrace.schemas.base import utc_now
 from headrace.schemas.codec import SAFETENSORS_TYPE, decode_group
-from headrace.schemas.envelope import header_text
+from headrace.schemas.envelope import header_text, seal
+from headrace.schemas.jobs import JobDocument, JobRejection, JobRejections, JobState
+from headrace.schemas.reasons import RejectionReason
 
 Headrace = Callable[..., Any]
 BAD_LINES = {
@@ -77,12 +81,62 @@ def test_standard_input_is_a_file_too(headrace: Headrace, environment: dict[str,
 
 def test_a_job_is_sent_as_a_whole(headrace: Headrace, environment: dict[str, str], tmp_path: Path):
     (tmp_path / "groups.jsonl").write_bytes(lines())
-    ran = headrace("produce", "groups.jsonl", "--model", "agent", "--job", "--job-id", "j")
+    ran = headrace("produce", "groups.jsonl", "--model", "agent", "--job", "--job-id", "j", "--wait", "0")
     assert ran.code == 0
     assert ran.out.splitlines() == ["job j", "sent 9, bad 0, failed 0"]
     *_groups, job = records(environment)
     assert header_text(job.headers)["ce_type"] == "headrace.training-job.v1"
     assert len(orjson.loads(job.value)["group_ids"]) == 9
+
+
+def written(environment: dict[str, str], document: JobDocument) -> None:
+    """A job's document, as the owner of its lane writes it."""
+
+    async def write() -> None:
+        value, headers = seal(document, source="test")
+        async with AIOKafkaProducer(bootstrap_servers=environment["HEADRACE_KAFKA__BOOTSTRAP_SERVERS"]) as producer:
+            topic = f"{environment['HEADRACE_TOPICS__PREFIX']}jobs"
+            await producer.send_and_wait(topic, value, key=document.job_id.encode(), headers=headers)
+
+    asyncio.run(write())
+
+
+def test_a_job_that_trained_nothing_ends_with_1_and_the_counts_by_reason(headrace: Headrace, environment: dict[str, str], tmp_path: Path):
+    (tmp_path / "groups.jsonl").write_bytes(lines())
+    rejection = JobRejection(group_id="g0", group=0, trajectory=1, reason=RejectionReason.TOO_LONG, detail="trajectories[1]: 9 tokens")
+    document = JobDocument(
+        job_id="j",
+        model_id="m",
+        state=JobState.COMPLETED,
+        created_at=utc_now(),
+        num_groups=9,
+        num_sequences=0,
+        step=1,
+        rejections=JobRejections(groups={RejectionReason.TOO_LONG: 7, RejectionReason.STALE: 2}).plus(rejection),
+    )
+    written(environment, document)
+    ran = headrace("produce", "groups.jsonl", "--model", "agent", "--job", "--job-id", "j")
+    assert ran.code == 1
+    assert "10 of 9 groups were rejected: too_long 8, stale 2" in ran.err
+    assert "group 0, trajectory 1: too_long: trajectories[1]: 9 tokens" in ran.err
+    assert "the job trained nothing: no group was left" in ran.err
+    listed = headrace("jobs", "list")
+    assert "too_long 8, stale 2" in listed.out
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "told"),
+    [(JobState.COMPLETED, 0, "step 1: loss 0.5"), (JobState.FAILED, 1, "ranks are gone"), (JobState.RUNNING, 0, "JOB_STATE_RUNNING after")],
+)
+def test_the_end_of_a_job_is_waited_for_and_decides_the_exit_code(
+    headrace: Headrace, environment: dict[str, str], tmp_path: Path, *, state: JobState, code: int, told: str
+):
+    (tmp_path / "groups.jsonl").write_bytes(lines())
+    message = "ranks are gone" if state is JobState.FAILED else None
+    document = JobDocument(job_id="j", model_id="m", state=state, created_at=utc_now(), num_groups=9, num_sequences=3, step=1)
+    written(environment, document.model_copy(update={"error_message": message, "metrics": {"loss": 0.5}}))
+    ran = headrace("produce", "groups.jsonl", "--model", "agent", "--job", "--job-id", "j", "--wait", "1")
+    assert (ran.code, told in ran.out + ran.err) == (code, True), (ran.out, ran.err)
 
 
 def test_a_job_with_a_bad_line_sends_nothing(headrace: Headrace, environment: dict[str, str], tmp_path: Path):
@@ -104,7 +158,7 @@ def test_examples_are_sent_as_one_job_in_few_groups(headrace: Headrace, environm
     lines = [example(), b"", example(tools=[tool]), whole, *[example()] * 40, example(weight=0)]
     (tmp_path / "examples.jsonl").write_bytes(b"\n".join(lines))
     options = ("--epochs", "3", "--batch-size", "8", "--learning-rate", "1e-4")
-    ran = headrace("produce", "examples.jsonl", "--model", "agent", "--sft", "--job-id", "j", *options)
+    ran = headrace("produce", "examples.jsonl", "--model", "agent", "--sft", "--job-id", "j", "--wait", "0", *options)
     assert (ran.code, ran.out.splitlines()) == (0, ["job j", "sent 44, bad 0, failed 0"])
     *sent, job = records(environment)
     groups = [decode_group(record.value, header_text(record.headers)["content-type"]).group for record in sent]

@@ -43,9 +43,11 @@ async def http(served: Settings) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def train(http: httpx.AsyncClient, body: dict[str, Any], path: str = JOBS) -> list[dict[str, Any]]:
-    """Submit, and poll as the reference client does, behind the last event that is known; all events."""
-    answer = await http.post(path, json=body)
+async def train(
+    http: httpx.AsyncClient, body: dict[str, Any] | None, path: str = JOBS, *, answer: httpx.Response | None = None
+) -> list[dict[str, Any]]:
+    """Submit (or follow what was submitted), and poll as the reference client does, behind the last event that is known; all events."""
+    answer = answer or await http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     events: list[dict[str, Any]] = []
     async with asyncio.timeout(120):
@@ -83,17 +85,39 @@ async def test_a_job_trains_a_step_and_its_checkpoint_is_there_when_it_has_ended
 
 
 async def test_jobs_with_nothing_to_train_on_end_well_and_count_as_steps(http: httpx.AsyncClient) -> None:
-    """No groups; groups of exceptions only; rewards without variance."""
+    """No groups; groups of exceptions only; rewards without variance. A warning says why."""
     model = await make_model(http, "nothing", **LEARNER)
     raised = {"trajectories": [], "exceptions": [{"type": "ValueError", "message": "boom", "traceback": ""}]}
-    assert [event["type"] for event in await train(http, job(model))] == ["training_ended"]
-    events = await train(http, job(model, raised))
-    assert [event["type"] for event in events] == ["warning", "training_ended"]
-    assert (events[0]["data"]["groups_rejected"], events[0]["data"]["num_groups"]) == (1, 1)
     equal = {"trajectories": [trajectory(0.5, [9, 10, 1]), trajectory(0.5, [11, 12, 1])]}
-    events = await train(http, job(model, equal))
-    assert events[-1]["type"] == "training_ended"
+    for groups, said in (
+        ([], "the job trained nothing: it has no groups"),
+        ([raised], "1 of 1 groups were rejected: no_trajectories 1"),
+        ([equal], "the job trained nothing: the rewards of each of its 1 groups are equal, so that no advantage is left"),
+    ):
+        events = await train(http, job(model, *groups))
+        assert [event["type"] for event in events] == ["warning", "training_ended"]
+        assert said in events[0]["data"]["message"]
     assert (await steps_of(http, model)) == [3, 2, 1, 0]
+
+
+async def test_a_client_learns_which_groups_and_trajectories_were_rejected_and_why(http: httpx.AsyncClient) -> None:
+    model = await make_model(http, "rejects", **LEARNER)
+    foreign = {"trajectories": [trajectory(1.0, [9, 10, 1]), trajectory(0.0, [10**6, 1]), trajectory(0.5, [11, 12, 1])]}
+    lost = {"trajectories": [trajectory(1.0, [10**6, 1]), trajectory(0.0, [10**6, 2])]}
+    answer = await http.post(JOBS, json=job(model, group(), foreign, lost))
+    events = await train(http, None, answer=answer)
+    assert [event["type"] for event in events] == ["training_started", "gradient_step", "warning", "training_ended"]
+    data = events[2]["data"]
+    assert (data["groups_rejected"], data["num_groups"]) == (1, 3)
+    assert data["rejections"]["groups"] == {"token_out_of_vocabulary": 1}
+    assert data["rejections"]["trajectories"] == {"token_out_of_vocabulary": 1}
+    alone, whole = sorted(data["rejections"]["listed"], key=lambda entry: entry["group"])
+    assert (alone["group"], alone["trajectory"], alone["whole_group"]) == (1, 1, False)
+    assert (whole["group"], whole["whole_group"], whole["reason"]) == (2, True, "token_out_of_vocabulary")
+    assert "group 1, trajectory 1: token_out_of_vocabulary: trajectories[1]" in data["message"]
+    shown = (await http.get(f"{JOBS}/{answer.json()['id']}")).json()
+    assert shown["rejections"] == data["rejections"]
+    assert "1 of 3 groups were rejected: token_out_of_vocabulary 1" in shown["warnings"]
 
 
 async def test_the_placeholder_body_with_its_values_put_right_makes_a_version(http: httpx.AsyncClient) -> None:

@@ -58,6 +58,28 @@ def test_members_that_were_refused_alone_are_counted_apart_from_groups_and_said_
     assert again.state_at(4).trajectory_refusals == {RejectionReason.TOO_LONG: 1}
 
 
+def test_a_jobs_document_says_which_groups_and_trajectories_it_lost_whenever_its_record_is_read() -> None:
+    run = run_of()
+    long = RejectedTrajectory(index=1, reason=RejectionReason.TOO_LONG, detail="long " * 200)
+    run.refuse(offset=1, group_id="b", job_id="j", reason=RejectionReason.STALE, detail="old")
+    run.admit(Waiting(offset=2, group=replace(group("a"), rejected=(long,)), job_id="j"))
+    assert [(entry.group_id, entry.group) for entry in run.jobs["j"].rejections.listed] == [("b", None), ("a", None)]
+    run.open_job(TrainingJob(job_id="j", group_ids=("a", "b", "c")), offset=3)
+    run.refuse(offset=4, group_id="c", job_id="j", reason=RejectionReason.STALE, detail="older", trajectory=0)
+    document = run.jobs["j"].document
+    assert document is not None
+    rejections = document.rejections
+    assert (rejections.groups, rejections.trajectories) == ({RejectionReason.STALE: 2}, {RejectionReason.TOO_LONG: 1})
+    listed = [(entry.group_id, entry.group, entry.trajectory, entry.whole_group) for entry in rejections.listed]
+    assert listed == [("b", 1, None, True), ("a", 0, 1, False), ("c", 2, 0, True)]
+    assert len(rejections.listed[1].detail) == 300
+    for offset in range(5, 50):
+        run.refuse(offset=offset, group_id=f"x{offset}", job_id="j", reason=RejectionReason.STALE, detail="old")
+    document = run.jobs["j"].document
+    assert document is not None
+    assert (len(document.rejections.listed), document.rejections.groups) == (20, {RejectionReason.STALE: 47})
+
+
 def test_what_happens_while_a_commit_is_on_its_way_stays_to_be_said() -> None:
     run = run_of()
     run.refuse(offset=0, group_id="x", job_id=None, reason=RejectionReason.TOO_LONG, detail="1")

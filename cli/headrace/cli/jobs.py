@@ -35,6 +35,7 @@ def list_(
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
+    from headrace.core.job_outcome import outcome_messages  # noqa: PLC0415
     from headrace.core.jobs import list_jobs  # noqa: PLC0415
     from headrace.core.settings import Settings  # noqa: PLC0415
 
@@ -52,7 +53,8 @@ def list_(
         else:
             created, step = f"{document.created_at:%Y-%m-%d %H:%M:%S}", "" if document.step is None else str(document.step)
             counts = [str(document.num_groups), str(document.groups_rejected), step]
-            cells = [view.job_id, view.model_id, document.kind, _said(view), *counts, created, document.error_message or ""]
+            told = document.error_message or next(iter(outcome_messages(document)), "")
+            cells = [view.job_id, view.model_id, document.kind, _said(view), *counts, created, told]
         table.add_row(*map(plain, cells))
     Console(soft_wrap=True, markup=False).print(table)
 

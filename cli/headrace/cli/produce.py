@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
+from headrace.cli.terminal import plain
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from headrace.core.settings import Settings
     from headrace.producers import TrajectoryProducer
     from headrace.producers.jsonl import GoodLine
     from headrace.producers.producer import Delivery
@@ -37,8 +40,9 @@ def produce(
     epochs: Annotated[int | None, typer.Option(help="With --sft: how often each example is trained on; 1.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="With --sft: examples of one optimizer update; 2.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="With --sft: 5e-5.")] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Of a job: seconds to wait for its end; 0 returns when the job is in the log.")] = 60,
 ) -> None:
-    """Send groups from a file. Bad lines are named and left out; the exit code is then 1."""
+    """Send groups from a file. The exit code is 1 if a line is bad, or if the job failed or trained nothing; each reason is printed."""
     from rich.console import Console  # noqa: PLC0415  (`headrace --help` does not wait for it)
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn  # noqa: PLC0415
 
@@ -77,6 +81,35 @@ def produce(
         if job or sft:
             typer.echo("the job was not submitted", err=True)
         raise typer.Exit(1)
+    if sender.job_id is not None and wait and not _told_of_end(settings, sender.job_id, wait):
+        raise typer.Exit(1)
+
+
+def _told_of_end(settings: "Settings", job_id: str, seconds: float) -> bool:
+    """Wait for the job's end and print what came of it; whether that is no failure."""
+    from headrace.core.job_outcome import outcome_messages, trained_nothing  # noqa: PLC0415 - as above
+    from headrace.core.jobs import wait_until_over  # noqa: PLC0415
+    from headrace.schemas.jobs import JobState  # noqa: PLC0415
+
+    document = asyncio.run(wait_until_over(settings, job_id, seconds))
+    if document is None:
+        typer.echo(f"no worker has read the job within {seconds:g} s: is one running (`headrace worker`)? It stays in the log", err=True)
+        return True
+    for message in outcome_messages(document):
+        typer.echo(plain(message), err=True)
+    match document.state:
+        case JobState.COMPLETED:
+            metrics = document.metrics
+            shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "reward_mean", "trainable_tokens") if name in metrics)
+            typer.echo(f"step {document.step}" + (f": {shown}" if shown else ""))
+            return not trained_nothing(document)
+        case JobState.FAILED | JobState.CANCELLED:
+            typer.echo(plain(f"the job ended as {document.state}: {document.error_message}"), err=True)
+            return False
+        case _:
+            why = f": {document.waiting_for}" if document.waiting_for else ""
+            typer.echo(f"the job is {document.state} after {seconds:g} s{why}; `headrace jobs show {job_id}` says how it stands", err=True)
+            return True
 
 
 def _sft_config(*, sft: bool, **options: float | None) -> "SftConfig | None":

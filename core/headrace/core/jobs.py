@@ -11,14 +11,16 @@ from dataclasses import replace
 from headrace.core.commands import commands_through, lane_states, read_lanes, send_command
 from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
-from headrace.core.job_views import CANCELLING, JobCommand, JobView, Request, ShownState, asked, fold_jobs
+from headrace.core.job_views import CANCELLING, JobCommand, JobView, Request, ShownState, asked, fold_jobs, open_document
 from headrace.core.kafka import client_options
+from headrace.core.lanes import lane_of
 from headrace.core.models import get_model
-from headrace.core.reading import read_to_end
+from headrace.core.reading import follow, read_to_end
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import lane_count
+from headrace.core.topic_metadata import partition_count
 from headrace.schemas.commands import CancelJob, PauseJob, ResumeJob
-from headrace.schemas.jobs import JobState
+from headrace.schemas.jobs import TRANSITIONS, JobDocument, JobState
 
 _SOURCE = "headrace/jobs"
 _COMMANDS: dict[Request, type[JobCommand]] = {"cancel": CancelJob, "pause": PauseJob, "resume": ResumeJob}
@@ -133,6 +135,28 @@ async def wait_for_job(settings: Settings, view: JobView, seconds: float) -> Job
             f"{view.worker_group!r} running (`headrace worker`)? The command stays in the log and is read when one starts"
         ) from error
     return found if found is not None else replace(view, requested=None, command=None)
+
+
+async def wait_until_over(settings: Settings, job_id: str, seconds: float) -> JobDocument | None:
+    """Wait until a job has ended; its last document, or the one that there is after `seconds` (None: no owner has read the job yet).
+
+    Raises:
+        KafkaUnavailableError: no broker, or a topic is missing.
+    """
+    options, topic = client_options(settings.kafka, "headrace-jobs"), settings.topic_names.jobs
+    partition = lane_of(job_id, await partition_count(options, topic))
+    latest: JobDocument | None = None
+    try:
+        async with deadline(seconds), aclosing(follow(options, topic, partition)) as batches:
+            async for records in batches:
+                for record in records:
+                    if record.key == job_id.encode() and record.value is not None:
+                        latest = open_document(record)
+                if latest is not None and not TRANSITIONS[latest.state]:
+                    break
+    except TimeoutError:
+        pass
+    return latest
 
 
 def _is_asked_already(view: JobView, request: Request) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace.schemas.base import Record, utc_now
+from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.training import SftConfig, TrainConfig
 from headrace.schemas.weights import WeightsRef
 
@@ -88,6 +89,50 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
 }
 
 
+class JobRejection(Record):
+    """A group that a job lost, or one trajectory of a group that the job trained without."""
+
+    group_id: str
+    group: int | None = None
+    """Index of the group in the job; null until the job's record is read."""
+    trajectory: int | None = None
+    """Index of the trajectory in its group; null: the group as a whole, where no single trajectory is at fault."""
+    whole_group: bool = True
+    """Whether the whole group was rejected; false: only the trajectory."""
+    reason: RejectionReason
+    detail: str
+    """What is wrong, where, and what to do."""
+
+
+class JobRejections(Record):
+    """What of a job does not train: counted by reason, and the first of each listed."""
+
+    groups: dict[RejectionReason, int] = Field(default_factory=dict)
+    """Groups rejected as a whole, by reason."""
+    trajectories: dict[RejectionReason, int] = Field(default_factory=dict)
+    """Trajectories rejected alone, by reason."""
+    listed: tuple[JobRejection, ...] = ()
+    """The first `LISTED_REJECTIONS` of them."""
+
+    def plus(self, rejection: JobRejection) -> "JobRejections":
+        """With one more; its detail is cut at `REJECTION_DETAIL_LIMIT` characters."""
+        name = "groups" if rejection.whole_group else "trajectories"
+        counts = dict(getattr(self, name))
+        counts[rejection.reason] = counts.get(rejection.reason, 0) + 1
+        cut = rejection.model_copy(update={"detail": rejection.detail[:REJECTION_DETAIL_LIMIT]})
+        return self.model_copy(update={name: counts, "listed": (*self.listed, cut)[:LISTED_REJECTIONS]})
+
+    def placed(self, group_ids: tuple[str, ...]) -> "JobRejections":
+        """With the index of each listed group, once the job's record names its groups."""
+        index = {group_id: at for at, group_id in enumerate(group_ids)}
+        listed = tuple(entry.model_copy(update={"group": index.get(entry.group_id)}) for entry in self.listed)
+        return self.model_copy(update={"listed": listed})
+
+
+LISTED_REJECTIONS = 20
+REJECTION_DETAIL_LIMIT = 300
+
+
 class JobDocument(Record):
     """The current state of a job, keyed by job id in the compacted `jobs` topic."""
 
@@ -104,6 +149,8 @@ class JobDocument(Record):
     options: JobOptions = JobOptions()
     num_groups: int = 0
     groups_rejected: int = 0
+    rejections: JobRejections = JobRejections()
+    """Why groups and trajectories of it were rejected."""
     num_sequences: int | None = None
     step: int | None = None
     """The step this job committed; null until then."""

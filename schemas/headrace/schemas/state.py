@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from headrace.schemas.base import Record, utc_now
-from headrace.schemas.jobs import JobDocument, JobOptions
+from headrace.schemas.jobs import JobDocument, JobOptions, JobRejections
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.training import ModelSettings, SftConfig, TrainConfig
 from headrace.schemas.weights import WeightsRef
@@ -33,6 +33,8 @@ class OpenJob(Record):
     group_ids: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     """Ids of its groups that were refused: they are no longer waited for."""
+    rejections: JobRejections = JobRejections()
+    """Of its groups, until the record is read; the document has them from then on."""
     document: JobDocument | None = None
     """As last written; null until the record was read."""
     since: datetime | None = None

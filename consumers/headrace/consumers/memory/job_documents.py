@@ -9,19 +9,29 @@ from typing import Any
 
 from headrace.consumers.memory.state_bounds import MESSAGE_LIMIT
 from headrace.schemas.base import utc_now
-from headrace.schemas.jobs import TRANSITIONS, JobDocument, JobOptions, JobState, TrainingJob
+from headrace.schemas.jobs import (
+    LISTED_REJECTIONS,
+    TRANSITIONS,
+    JobDocument,
+    JobOptions,
+    JobRejection,
+    JobRejections,
+    JobState,
+    TrainingJob,
+)
 from headrace.schemas.state import OpenJob
 
 _EVALUATION = "eval/"
 
 
-def opened(record: TrainingJob, model_id: str, *, refused: int) -> JobDocument:
+def opened(record: TrainingJob, model_id: str, *, rejected: int, rejections: JobRejections) -> JobDocument:
     """The document of a job whose record was read.
 
     Args:
         record: The job.
         model_id: Its model.
-        refused: Groups of it that were refused already.
+        rejected: Groups of it that were rejected before its record was read.
+        rejections: Why.
     """
     return JobDocument(
         job_id=record.job_id,
@@ -33,7 +43,8 @@ def opened(record: TrainingJob, model_id: str, *, refused: int) -> JobDocument:
         sft=record.sft,
         options=record.options,
         num_groups=len(record.group_ids),
-        groups_rejected=refused,
+        groups_rejected=rejected,
+        rejections=rejections.placed(record.group_ids),
     )
 
 
@@ -55,6 +66,16 @@ def moved(document: JobDocument, to: JobState, message: str | None, fields: Mapp
         "waiting_for": None,
     }
     return document.model_copy(update={**changes, **stamps, **fields})
+
+
+def with_rejection(job: OpenJob, rejection: JobRejection) -> OpenJob:
+    """The job with one more rejection: in its document, or beside it until its record is read."""
+    document = job.document
+    if document is None:
+        return job.model_copy(update={"rejections": job.rejections.plus(rejection)})
+    if len(document.rejections.listed) < LISTED_REJECTIONS and rejection.group_id in job.group_ids:
+        rejection = rejection.model_copy(update={"group": job.group_ids.index(rejection.group_id)})
+    return job.model_copy(update={"document": document.model_copy(update={"rejections": document.rejections.plus(rejection)})})
 
 
 def options_of(jobs: Mapping[str, OpenJob], job_id: str | None) -> JobOptions:

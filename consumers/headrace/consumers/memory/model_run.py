@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from headrace.consumers.memory.duplicates import DuplicateWindow
-from headrace.consumers.memory.job_documents import moved, opened
+from headrace.consumers.memory.job_documents import moved, opened, with_rejection
 from headrace.consumers.memory.state_bounds import DETAIL_LIMIT, MESSAGE_LIMIT, OPEN_JOBS_BYTES, JobSizes, latest
 from headrace.consumers.memory.waiting import Waiting
 from headrace.schemas.base import utc_now
 from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, TrajectoryRejected
-from headrace.schemas.jobs import TRANSITIONS, JobDocument, JobState, TrainingJob
+from headrace.schemas.jobs import TRANSITIONS, JobDocument, JobRejection, JobRejections, JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import DoomedWeights, Intent, ModelState, OpenJob, Pending, StartFrom
 from headrace.trainer.groups import RejectedTrajectory
@@ -144,12 +144,13 @@ class ModelRun:
             report_rejected: False for a group that a committed state lists: that commit reported them.
         """
         self.waiting[waiting.offset] = waiting
+        if waiting.job_id is not None and waiting.job_id not in self.jobs:
+            self.jobs[waiting.job_id] = OpenJob(job_id=waiting.job_id, since=_since(waiting.timestamp_ms))
         if report_rejected:
             self.reject_members(waiting, waiting.group.rejected)
             # Of a pending one the committed window knows already, and may have let it go since (rule 11).
             self.window.add(waiting.group.group_id)
-        if waiting.job_id is not None and waiting.job_id not in self.jobs:
-            self.jobs[waiting.job_id] = OpenJob(job_id=waiting.job_id, since=_since(waiting.timestamp_ms))
+        if waiting.job_id is not None:
             self._bound_jobs(waiting.job_id)
         self.touch()
 
@@ -187,7 +188,9 @@ class ModelRun:
         if job_id is not None and job_id not in self.closed and not had:
             job = self.jobs.get(job_id, OpenJob(job_id=job_id))
             document = job.document and job.document.model_copy(update={"groups_rejected": job.document.groups_rejected + 1})
-            self.jobs[job_id] = job.model_copy(update={"refused": (*job.refused, group_id), "document": document})
+            job = job.model_copy(update={"refused": (*job.refused, group_id), "document": document})
+            rejection = JobRejection(group_id=group_id, trajectory=trajectory, reason=reason, detail=event.detail)
+            self.jobs[job_id] = with_rejection(job, rejection)
             self._bound_jobs(job_id)
         self.touch()
 
@@ -210,7 +213,17 @@ class ModelRun:
         room = 0 if listed else max(0, REPORTED - len(self.refused_trajectories_since))
         self.refused_trajectories_since.extend(events[:room])
         self.refused_unlisted += 0 if listed else len(events[room:])
+        self._tell_job(events)
         self.touch()
+
+    def _tell_job(self, events: Sequence[TrajectoryRejected]) -> None:
+        for event in events:
+            if event.job_id is not None and event.job_id not in self.closed:
+                job = self.jobs.get(event.job_id, OpenJob(job_id=event.job_id))
+                rejection = JobRejection(
+                    group_id=event.group_id, trajectory=event.trajectory, whole_group=False, reason=event.reason, detail=event.detail
+                )
+                self.jobs[event.job_id] = with_rejection(job, rejection)
 
     def member_events(self, waiting: Waiting, members: Iterable[RejectedTrajectory]) -> list[TrajectoryRejected]:
         """What subscribers are told of members that can't train."""
@@ -240,7 +253,8 @@ class ModelRun:
         if record.job_id in self.closed or (known is not None and known.record_offset is not None):
             return
         refused = known.refused if known is not None else ()
-        document = opened(record, self.state.model_id, refused=len(refused))
+        rejections = known.rejections if known is not None else JobRejections()
+        document = opened(record, self.state.model_id, rejected=len(refused), rejections=rejections)
         self.jobs[record.job_id] = OpenJob(
             job_id=record.job_id,
             record_offset=offset,

@@ -57,8 +57,13 @@ class JobSizes:
             return size
         if before is not None and before.group_ids is job.group_ids and (before.document is None) == (job.document is None):
             # What a job that waits gets more of; one job may have thousands, and comes here with each.
-            return size + sum(len(orjson.dumps(group_id)) + 1 for group_id in job.refused[len(before.refused) :])
+            refused = sum(len(orjson.dumps(group_id)) + 1 for group_id in job.refused[len(before.refused) :])
+            return size + refused + _rejections_size(job) - _rejections_size(before)
         return len(job.model_dump_json().encode())
+
+
+def _rejections_size(job: OpenJob) -> int:
+    return len((job.rejections if job.document is None else job.document.rejections).model_dump_json())
 
 
 def latest(job_ids: Sequence[str]) -> list[str]:

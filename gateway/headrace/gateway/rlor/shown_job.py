@@ -5,9 +5,10 @@ Guarantees: nothing secret is in it. Ours, beside the hosted API's fields: `eval
 
 from pydantic import Field
 
+from headrace.core.job_outcome import outcome_messages
 from headrace.gateway.rlor.job_facts import Job
 from headrace.gateway.rlor.job_fields import JobFields, WandbConfig
-from headrace.gateway.rlor.job_state import KEPT_DELETED
+from headrace.gateway.rlor.job_state import KEPT_DELETED, Standing
 from headrace.gateway.rlor.wire import Int64, Status, Timestamp, Wire
 
 _DELETED = f"it was deleted; for {KEPT_DELETED.days} days its checkpoints can be listed and promoted"
@@ -76,7 +77,7 @@ def shown(job: Job) -> RlorTrainerJob:
         completed_time=stands.completed_at,
         # Of a deleted job: fireworks-ai 1.2.30, which validates strictly, knows no other name for it.
         state=f"JOB_STATE_{'DELETING' if is_deleted else stands.state}",
-        status=Status(code=stands.code, message=_DELETED if is_deleted else stands.message or idle),
+        status=Status(code=stands.code, message=_DELETED if is_deleted else _told(stands, idle)),
         created_by=fact.owner,
         accelerator_seconds={name: round(seconds) for name, seconds in stands.seconds.items()},
         job_progress=_progress(job),
@@ -85,6 +86,12 @@ def shown(job: Job) -> RlorTrainerJob:
         metrics=(document.metrics or None) if document is not None else None,
         logprobs=None if logprobs is None else StoredLogprobs(uri=logprobs.uri, digest=logprobs.digest),
     )
+
+
+def _told(stands: Standing, idle: str) -> str:
+    """The status message: why the job stands as it does, and what of its last step did not train; else which fields have no effect."""
+    lost = () if stands.document is None else outcome_messages(stands.document)
+    return "; ".join(filter(None, (stands.message, *lost))) or idle
 
 
 def _progress(job: Job) -> JobProgress | None:

@@ -1,10 +1,11 @@
 """`/v1/preview/training-jobs/{id}` and its events, derived from the job's document.
 
 The reference client polls the events until the job has ended, reading behind the last one that it knows. So they only ever grow at their
-end, in this order: `warning` (what of the request has no effect), `training_started`, `gradient_step`, a `warning` of refused groups,
-`training_ended` or `training_failed`. Guarantees: ids are the same in every gateway and after every start; every value of a
-`gradient_step` is a float; the end is only shown when the checkpoint is listed. Gives up: events of a step that runs: how many sequences
-it has is known when it is committed; a job on which nothing could be trained has no start, which the client knows to read.
+end, in this order: `warning` (what of the request has no effect), `training_started`, `gradient_step`, a `warning` of rejected groups and
+trajectories, `training_ended` or `training_failed`. Guarantees: ids are the same in every gateway and after every start; every value of a
+`gradient_step` is a float; the end is only shown when the checkpoint is listed; a client learns here why a group or a trajectory of its
+job was rejected: counts by reason, and the first ones with index, reason and sentence. Limitations: a step that runs has no events, since
+the number of its sequences is known at its commit; a job on which nothing could be trained has no start, which the client knows to read.
 """
 
 import uuid
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
+from headrace.core.job_outcome import outcome_messages
 from headrace.core.job_views import JobView
 from headrace.gateway.access import KnownCaller
 from headrace.gateway.gate import OpenGate
@@ -21,7 +23,7 @@ from headrace.gateway.tables import Tables, is_model
 from headrace.gateway.training_jobs.pages import DEFAULT_LIMIT, After, Limit, Listed, Page, page
 from headrace.gateway.training_jobs.seen import job_of
 from headrace.schemas.gateway import GatewayJob
-from headrace.schemas.jobs import JobDocument, JobState
+from headrace.schemas.jobs import JobDocument, JobRejections, JobState
 
 router = APIRouter(prefix="/v1/preview/training-jobs/{job_id}", tags=["training-jobs"])
 
@@ -51,9 +53,12 @@ class Job(BaseModel):
     """The model's step that it made."""
     num_groups: int
     groups_rejected: int
+    rejections: JobRejections
+    """Why: groups and trajectories by reason, and the first of them with their indices."""
     num_sequences: int | None
     metrics: dict[str, float]
     warnings: tuple[str, ...]
+    """What of the request has no effect, what was rejected, and why a job trained nothing."""
 
 
 @router.get("")
@@ -74,9 +79,10 @@ async def get_job(job_id: str, caller: KnownCaller, gate: OpenGate) -> Job:
         step=document.step,
         num_groups=document.num_groups,
         groups_rejected=document.groups_rejected,
+        rejections=document.rejections,
         num_sequences=document.num_sequences,
         metrics=document.metrics,
-        warnings=fact.warnings,
+        warnings=(*fact.warnings, *outcome_messages(document)),
     )
 
 
@@ -98,18 +104,21 @@ def events_of(tables: Tables, view: JobView, fact: GatewayJob) -> list[JobEvent]
     def add(kind: Any, data: dict[str, Any], number: int = 0) -> None:  # noqa: ANN401 - the literal of `type`
         found.append(JobEvent(id=str(uuid.uuid5(uuid.UUID(view.job_id), f"{kind}/{number}")), type=kind, data=data))
 
+    def add_rejections() -> None:
+        if messages := outcome_messages(document):
+            data = {"message": "; ".join(messages), "groups_rejected": document.groups_rejected, "num_groups": document.num_groups}
+            add("warning", {**data, "rejections": document.rejections.model_dump(mode="json")}, -1)
+
     for number, warning in enumerate(fact.warnings):
         add("warning", {"message": warning}, number)
     if view.state is JobState.COMPLETED and _is_listed(tables, document):
         if document.num_sequences:
             add("training_started", {"num_sequences": document.num_sequences})
             add("gradient_step", gradient_step(document))
-        if document.groups_rejected:
-            refused = f"{document.groups_rejected} of {document.num_groups} groups were refused"
-            message = f"{refused}: the report of the step says why (`headrace inspect`), and so do the topic's training-events"
-            add("warning", {"message": message, "groups_rejected": document.groups_rejected, "num_groups": document.num_groups}, -1)
+        add_rejections()
         add("training_ended", {})
     elif view.state in {JobState.FAILED, JobState.CANCELLED}:
+        add_rejections()
         add("training_failed", {"error_message": document.error_message or f"the job is {document.state}"})
     return found
 
