@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import httpx
+import orjson
 import pytest
 from tests.gateway.conftest import gateway_settings, running
 from tests.gateway.rlor_calls import JOBS, create, dataset, keep_alive, one_shot, rl_line
@@ -41,7 +42,7 @@ WRONG: list[tuple[dict[str, object], int, str]] = [
     (training(loraRank=64), 400, "trainingConfig.loraRank: 64 is not possible"),
     (training(maxContextLength=1000), 400, "trainingConfig.maxContextLength: Input should be a multiple of 16"),
     (training(epochs=11), 400, "trainingConfig.epochs"),
-    (training(epochs=0), 400, "trainingConfig.epochs"),
+    (training(epochs=-1), 400, "trainingConfig.epochs"),
     (training(learningRate=-1), 400, "trainingConfig.learningRate"),
     (training(learningRate="fast"), 400, "trainingConfig.learningRate"),
     (training(gradientAccumulationSteps=2), 400, "trainingConfig.gradientAccumulationSteps"),
@@ -68,7 +69,7 @@ WRONG: list[tuple[dict[str, object], int, str]] = [
     (keep_alive(usePurpose="flight"), 400, "usePurpose"),
     (keep_alive(purpose="PURPOSE_FLIGHT"), 400, "purpose"),
     (keep_alive(displayName="x" * 64), 400, "displayName"),
-    (keep_alive(nodeCount=0), 400, "nodeCount"),
+    (keep_alive(nodeCount=-1), 400, "nodeCount"),
     (keep_alive(nodeCount=1e30), 400, "nodeCount"),
     (keep_alive(managedBy="x" * 300_000), 413, "data belongs into a dataset"),
     (keep_alive(inactivityTimeout="1 hour"), 400, 'inactivityTimeout: a duration is a number of seconds with "s" after it'),
@@ -175,6 +176,16 @@ async def test_settings_of_the_model_follow_from_the_fields_and_defaults_from_th
     assert (made.optimizer.warmup_updates, made.optimizer.weight_decay) == (3, 0.01)
     assert (made.train.importance_sampling_level, made.train.epsilon, made.train.epsilon_high) == ("sequence", 0.0003, 0.0004)
     assert (made.train.learning_rate, made.train.packed_sequence_length) == (2e-4, 1024)
+
+    zeros = {"learningRate": 0, "maxContextLength": 0, "epochs": 0, "batchSize": 0, "batchSizeSamples": 0, "loraAlpha": 0.0}
+    config = {"baseModel": "tiny", **zeros, "gradientAccumulationSteps": 0, "optimizerWeightDecay": 0}
+    unset = await create(gateway, "zeros", keep_alive(trainingConfig=config, nodeCount=0, inactivityTimeout="0s", trainerReplicaCount=0))
+    left_out = await create(gateway, "zeros-left-out", keep_alive(trainingConfig={"baseModel": "tiny"}))
+    shown = [{key: value for key, value in answer.json().items() if key not in {"name", "createTime"}} for answer in (unset, left_out)]
+    assert unset.status_code == 200
+    assert orjson.loads(orjson.dumps(shown[0]).replace(b"zeros", b"x")) == orjson.loads(
+        orjson.dumps(shown[1]).replace(b"zeros-left-out", b"x")
+    )
 
     for lora_rank, adaptation in ((0, "full"), (None, "lora")):
         await create(gateway, f"rank-{lora_rank}", keep_alive(trainingConfig={"baseModel": "tiny", "loraRank": lora_rank}))

@@ -1,6 +1,7 @@
 """Models and their checkpoints without a worker: made, found, told apart, deleted."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from headrace.core.settings import Settings
 from headrace.core.topic_admin import apply
 from headrace.gateway.tokens import create_token
 
-MODELS = "/v1/preview/models"
+MODELS, JOBS = "/v1/preview/models", "/v1/preview/training-jobs"
 AGENT = {"project": "tests", "name": "agent", "base_model": "tiny"}
 
 
@@ -39,6 +40,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"config": {"adaptation": "some"}}, "body.config.adaptation", "'lora' or 'full'"),
     ({"config": {"lora": {"r": 0}}}, "body.config.lora.r", "greater than or equal to 1"),
     ({"name": None}, "body.name", "valid string"),
+    ({"config": {"lorra": {"r": 8}}}, "body.config.lorra", "no such setting"),
+    ({"config": {"start_weights": {"uri": "file:///w", "digest": "0"}}}, "body.config.start_weights", "no such setting"),
+    ({"config": {"train": {"learning_rte": 1e-3}}}, "body.config.train.learning_rte", "no such setting"),
+    ({"config": {"lora": {"rank": 8}}}, "body.config.lora.rank", "no such setting"),
 ]
 
 
@@ -49,6 +54,27 @@ async def test_what_no_model_can_be_made_of_is_refused_with_its_place(
     found = faults(await gateway.post(MODELS, json={**AGENT, **fields}))
     assert list(found) == [place]
     assert message in found[place]
+
+
+@pytest.mark.parametrize("path", [JOBS, "/v1/preview/sft-training-jobs"])
+async def test_a_model_id_that_is_no_uuid_is_422_with_its_place_in_body_and_path(gateway: httpx.AsyncClient, path: str) -> None:
+    body = job("my-agent", group()) if path == JOBS else {"model_id": "my-agent", "training_data_url": "x"}
+    answer = await gateway.post(path, json=body)
+    assert (answer.status_code, [sorted(item) for item in answer.json()["detail"]]) == (422, [["loc", "msg", "type"]])
+    assert "valid UUID" in faults(answer)["body.model_id"]
+    assert "valid UUID" in faults(await gateway.get(f"{MODELS}/my-agent/checkpoints"))["path.model_id"]
+    assert (await gateway.get(f"{MODELS}/{uuid.uuid4()}/checkpoints")).status_code == 404
+
+
+async def test_without_return_existing_one_of_several_that_make_a_model_has_it_and_the_others_are_told(settings: Settings) -> None:
+    async with running(settings) as first, running(settings) as second:
+        for n in range(3):
+            body = {**AGENT, "name": f"agent-{n}", "return_existing": False}
+            answers = await asyncio.gather(*(http.post(MODELS, json=body) for http in (first, second, first, second)))
+            assert sorted(answer.status_code for answer in answers) == [200, 409, 409, 409], [answer.text for answer in answers]
+            both = await asyncio.gather(*(http.post(MODELS, json={**body, "return_existing": True}) for http in (first, second)))
+            made = next(answer.json() for answer in answers if answer.status_code == 200)
+            assert [answer.json() for answer in both] == [made, made]
 
 
 async def test_a_fresh_model_has_its_base_as_step_0_and_the_cursor_is_exclusive(gateway: httpx.AsyncClient) -> None:

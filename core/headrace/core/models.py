@@ -20,6 +20,7 @@ from headrace.core.lanes import lane_of
 from headrace.core.model_views import ModelView, created_view, fold, latest_states
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import lane_count
+from headrace.schemas.base import unknown_fields
 from headrace.schemas.commands import CreateModel, DeleteModel, ResumeModel
 from headrace.schemas.state import StartFrom
 from headrace.schemas.training import ModelSettings
@@ -252,10 +253,12 @@ def check_new_model(settings: Settings, model: ModelSettings, *, account: str, p
     """Check what can be known of a new model without asking Kafka.
 
     Raises:
-        ModelRefusedError: a name is not usable, or the base model is unknown or can't be trained that way.
+        ModelRefusedError: a name is not usable, the base model is unknown or can't be trained that way, or a setting is unknown.
     """
     _check_names(account=account, project=project, name=name)
     check_base_model(settings, model)
+    if unknown := [".".join(map(str, path)) for path in unknown_fields(model)]:
+        raise ModelRefusedError(f"{', '.join(unknown[:10])}: no such setting of a model (docs/training.md lists them)", unknown[0])
 
 
 def check_base_model(settings: Settings, model: ModelSettings) -> None:

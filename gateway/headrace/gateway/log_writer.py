@@ -62,7 +62,9 @@ class Turn:
     of: str
     """Of these, one change at a time is written, in all gateways together: an account, …"""
     still: Callable[[], bool]
-    """Whether the view's tables are as they were when the change was decided. Of topic `gateway`, and written in this turn only."""
+    """Whether the view's tables are as they were when the change was decided. What it reads is written in this turn only."""
+    others_write: str | None = None
+    """A topic beside `gateway` that `still` reads, and that is also written outside of turns: it is read to its end each time."""
 
     @classmethod
     def while_unchanged(cls, of: str, facts: Mapping[str, BaseModel], were: Mapping[str, BaseModel | None]) -> "Turn":
@@ -195,6 +197,8 @@ class LogWriter:
             await self._settle([self._turn_topic])
             self._turn_read[name] = {}
         await self._view.seen(self._turn_read[name])
+        if turn.others_write is not None:
+            await self._settle([turn.others_write])
         if not turn.still():
             raise OvertakenError("another request changed it at the same moment: nothing was written; send it again")
 

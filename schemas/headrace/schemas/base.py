@@ -25,6 +25,20 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=(), frozen=True)
 
 
+def unknown_fields(model: BaseModel, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Paths of the keys that no field of a model, or of a model inside it, has: for doors that reject them instead of keeping them."""
+    for name in model.__pydantic_extra__ or {}:
+        yield (*at, name)
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        inner = enumerate(value) if isinstance(value, list | tuple) else value.items() if isinstance(value, dict) else ()
+        if isinstance(value, BaseModel):
+            yield from unknown_fields(value, (*at, name))
+        for key, item in inner:
+            if isinstance(item, BaseModel):
+                yield from unknown_fields(item, (*at, name, key))
+
+
 def utc_now() -> datetime:
     """The current time with its zone; every timestamp in a record is UTC."""
     return datetime.now(UTC)

@@ -63,6 +63,19 @@ class TrainerShardingScheme(Wire):
 class TrainingConfig(Wire):
     """From what a job trains, and how."""
 
+    zero_is_unset = frozenset(
+        {
+            "learning_rate",
+            "max_context_length",
+            "lora_alpha",
+            "epochs",
+            "batch_size",
+            "batch_size_samples",
+            "gradient_accumulation_steps",
+            "optimizer_weight_decay",
+        }
+    )
+
     output_model: str = ""
     """Id or name of the resulting model; empty: the job's id."""
     base_model: str = ""
@@ -114,6 +127,8 @@ class TrainingConfig(Wire):
 class DpoConfig(Wire):
     """Of the method DPO."""
 
+    zero_is_unset = frozenset({"beta"})
+
     beta: float | None = Field(default=None, gt=0, lt=0.5)
     ref_cache_concurrency: Int32 | None = None
     ref_cache_batch_size: Int32 | None = None
@@ -164,6 +179,8 @@ class AzureBlobStorageConfig(Wire):
 
 class JobFields(Wire):
     """All that a client may say of a job."""
+
+    zero_is_unset = frozenset({"node_count", "trainer_replica_count", "inactivity_timeout"})
 
     display_name: str = Field(default="", max_length=63)
     dataset: str = ""

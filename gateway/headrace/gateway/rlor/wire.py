@@ -1,15 +1,15 @@
 """JSON as the RLOR API speaks it: protojson's conventions.
 
 Guarantees: names come in as camelCase or snake_case and go out as camelCase; 64-bit integers go out as strings and come in as either;
-times are RFC 3339 with `Z`, durations `"1800s"`, enums their names; null is as if the key were absent; keys that no model knows are passed
-over, as are output-only fields.
-Routes return these models with `response_model_exclude_none=True`: what is not set is not there. Gives up: telling an absent field from
-one with its default value, which protojson does not do either.
+times are RFC 3339 with `Z`, durations `"1800s"`, enums their names; null is as if the key were absent, and so is 0 in the fields that a
+model lists in `zero_is_unset`; keys that no model knows are ignored, as are output-only fields.
+Routes return these models with `response_model_exclude_none=True`: what is not set is not there. Limitations: an absent field and one with
+its default value are the same, as in protojson.
 """
 
 import re
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
 from pydantic.alias_generators import to_camel
@@ -24,10 +24,23 @@ class Wire(BaseModel):
         alias_generator=to_camel, populate_by_name=True, extra="ignore", allow_inf_nan=False, protected_namespaces=(), frozen=True
     )
 
+    zero_is_unset: ClassVar[frozenset[str]] = frozenset()
+    """Fields in which 0 means that the client says nothing, as in protobuf: clients that serialise a whole message send it."""
+
     @model_validator(mode="before")
     @classmethod
-    def _null_is_absent(cls, data: Any) -> Any:  # noqa: ANN401 - raw JSON
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+    def _unset_is_absent(cls, data: Any) -> Any:  # noqa: ANN401 - raw JSON
+        if not isinstance(data, dict):
+            return data
+        zeros = {*cls.zero_is_unset, *map(to_camel, cls.zero_is_unset)}
+        return {key: value for key, value in data.items() if value is not None and not (key in zeros and _is_zero(value))}
+
+
+def _is_zero(value: object) -> bool:
+    """Whether a number, its text or a duration is 0."""
+    if isinstance(value, str):
+        return re.fullmatch(r"-?0+(\.0+)?s?", value) is not None
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
 
 
 class Empty(Wire):

@@ -1,9 +1,13 @@
 """`/v1/preview/models`: a model is made by a command to the owner of its lane, and is there when the command is committed.
 
-Guarantees: the same entity, project and name are the same model, also when two gateways are asked at once: the first command in the log
-says its settings, and who asked for others learns it. Gives up: waiting for a worker; without one a model is there, and takes jobs.
+Guarantees: the same entity, project and name are the same model, also when two gateways are asked at once: one request makes it, and the
+others are answered as if they came later (409, or the model with `return_existing`). A setting that no model has is rejected with its path.
+Limitations: no request waits for a worker; without one a model is there, and takes jobs. A model that the command line makes at the very
+moment of a request has the settings of the first command in the log.
 """
 
+import uuid
+from itertools import islice
 from typing import Any
 
 from fastapi import APIRouter
@@ -15,15 +19,18 @@ from headrace.core.models import ModelRefusedError, check_new_model, living_mode
 from headrace.core.settings import Settings
 from headrace.gateway.access import KnownCaller
 from headrace.gateway.gate import Gate, OpenGate
-from headrace.gateway.log_writer import sealed
+from headrace.gateway.log_writer import OvertakenError, Turn, sealed
 from headrace.gateway.problems import FaultError, ProblemError, UnprocessableError
 from headrace.gateway.reach import Reach
 from headrace.gateway.tables import is_model
 from headrace.gateway.texts import Text
 from headrace.gateway.training_jobs.checkpoints import checkpoints_of
 from headrace.gateway.training_jobs.config import unreachable
+from headrace.gateway.training_jobs.faults import MOST
 from headrace.gateway.training_jobs.seen import model_of
+from headrace.schemas.base import unknown_fields
 from headrace.schemas.commands import CreateModel, DeleteModel
+from headrace.schemas.envelope import header_text
 from headrace.schemas.training import ModelSettings
 
 router = APIRouter(prefix="/v1/preview/models", tags=["training-jobs: models"])
@@ -82,17 +89,18 @@ async def create_model(request: ModelRequest, caller: KnownCaller, gate: OpenGat
     _check(gate, command)
     tables = await gate.view.fresh()
     view = _existing(tables.model(command.model_id), command, request)
-    if view is not None and not request.return_existing:
-        raise ProblemError(
-            409, f"there is a model {request.name!r} in project {request.project!r}: take another name, or ask with return_existing=true"
-        )
     if view is None:
         own = Reach.of(gate, tables, caller)
         if faults := [FaultError(["body", "config", "train", name], said) for name, said in unreachable(settings.train, own)]:
             raise UnprocessableError(faults)
-        await _command(gate, command, lane_of(command.model_id, gate.view.lanes), there=True)
-        # Somebody may have been faster: the first in the log counts.
+        made = await _make(gate, command)
         view = _existing(tables.model(command.model_id), command, request)
+    else:
+        made = False
+    if view is not None and not made and not request.return_existing:
+        raise ProblemError(
+            409, f"there is a model {request.name!r} in project {request.project!r}: take another name, or ask with return_existing=true"
+        )
     if view is None:
         raise ProblemError(409, f"model {request.name!r} was deleted by somebody else at the same time: create it again")
     return ModelResponse(id=view.model_id, entity=view.account, project=view.project, name=view.name, base_model=view.settings.base_model)
@@ -104,13 +112,29 @@ async def delete_model(model_id: str, caller: KnownCaller, gate: OpenGate) -> De
     tables = await gate.view.fresh()
     view = model_of(tables, caller, model_id)
     gone = len(checkpoints_of(tables, view))
-    await _command(gate, DeleteModel(model_id=model_id), lane_of(view.shadow_of or model_id, gate.view.lanes), there=False)
+    command, lane = DeleteModel(model_id=model_id), lane_of(view.shadow_of or model_id, gate.view.lanes)
+    record = sealed(command, topic=gate.settings.topic_names.commands, key=model_id, partition=lane)
+    await gate.writer.commit([record], is_in=lambda: not is_model(gate.view.tables.model(model_id)))
     return DeletedModel(model_id=model_id, deleted_checkpoints=gone)
 
 
-async def _command(gate: Gate, command: CreateModel | DeleteModel, lane: int, *, there: bool) -> None:
-    record = sealed(command, topic=gate.settings.topic_names.commands, key=command.model_id, partition=lane)
-    await gate.writer.commit([record], is_in=lambda: is_model(gate.view.tables.model(command.model_id)) == there)
+async def _make(gate: Gate, command: CreateModel) -> bool:
+    """Write the command that makes a model; False: another request made it in the meantime."""
+    topic = gate.settings.topic_names.commands
+    turn = Turn(of=f"model/{command.model_id}", still=lambda: not is_model(gate.view.tables.model(command.model_id)), others_write=topic)
+    lane, own_id = lane_of(command.model_id, gate.view.lanes), str(uuid.uuid4())
+    record = sealed(command, topic=topic, key=command.model_id, partition=lane, event_id=own_id)
+
+    def is_in() -> bool:
+        # By its own id: the same command of another request makes the model too, and is answered itself.
+        written = gate.view.tables.commands.get(command.model_id, [])
+        return any(header_text(one.headers).get("ce_id") == own_id for one in written)
+
+    try:
+        await gate.writer.commit([record], is_in=is_in, turn=turn)
+    except OvertakenError:
+        return False
+    return True
 
 
 def _settings_of(request: ModelRequest, settings: Settings) -> ModelSettings:
@@ -122,9 +146,9 @@ def _settings_of(request: ModelRequest, settings: Settings) -> ModelSettings:
     if said != request.base_model:
         raise UnprocessableError([FaultError(["body", "config", "base_model"], f"base_model is {request.base_model!r}: leave it out here")])
     try:
-        return ModelSettings.model_validate({**given, "base_model": request.base_model})
+        found = ModelSettings.model_validate({**given, "base_model": request.base_model})
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False, include_context=False)
+        faults = error.errors(include_url=False, include_input=False, include_context=False)
         raise UnprocessableError(
             [
                 FaultError(
@@ -132,9 +156,14 @@ def _settings_of(request: ModelRequest, settings: Settings) -> ModelSettings:
                     fault["msg"],
                     fault["type"],
                 )
-                for fault in found
+                for fault in faults
             ]
         ) from None
+    if unknown := list(islice(unknown_fields(found), MOST)):
+        raise UnprocessableError(
+            [FaultError(["body", "config", *path], "no such setting of a model", "extra_forbidden") for path in unknown]
+        )
+    return found
 
 
 def _check(gate: Gate, command: CreateModel) -> None:

@@ -1,19 +1,33 @@
 """What a caller of the training-jobs API sees: its own models and jobs; everything else is 404."""
 
+import uuid
+from collections.abc import Sequence
+
 from headrace.core.job_views import JobView
 from headrace.core.model_views import ModelView, incarnation_of
 from headrace.gateway.access import Caller
-from headrace.gateway.problems import ProblemError
+from headrace.gateway.problems import FaultError, ProblemError, UnprocessableError
 from headrace.gateway.tables import Tables, is_model
 from headrace.schemas.gateway import GatewayJob, checkpoint_key, job_key
 
 
-def model_of(tables: Tables, caller: Caller, model_id: str) -> ModelView:
+def model_of(tables: Tables, caller: Caller, model_id: str, loc: Sequence[str | int] = ("path", "model_id")) -> ModelView:
     """A model that lives, or is about to.
 
+    Args:
+        tables: As of now.
+        caller: Who asks.
+        model_id: Its id.
+        loc: Where the request says it.
+
     Raises:
-        ProblemError: 404.
+        UnprocessableError: The id is no UUID.
+        ProblemError: 404: the caller sees no such model.
     """
+    try:
+        uuid.UUID(model_id)
+    except ValueError as error:
+        raise UnprocessableError([FaultError(loc, f"Input should be a valid UUID: {error}", "uuid_parsing")]) from None
     view = tables.model(model_id)
     if view is None or not is_model(view) or not caller.sees(view.account, view.project):
         raise ProblemError(404, f"there is no model {model_id[:80]!r}: create it with POST /v1/preview/models")

@@ -51,7 +51,7 @@ async def create_sft_job(body: SftRequest, request: Request, caller: KnownCaller
         tables = await gate.view.fresh()
         if (known := identity.known(tables, caller.account)) is not None:
             return CreatedJob(id=known)
-        model = trainable(model_of(tables, caller, body.model_id))
+        model = trainable(model_of(tables, caller, body.model_id, ("body", "model_id")))
         faults = Faults()
         text = memoryview(b"" if body.experimental_config is None else write_json(body.experimental_config))
         reach = Reach.of(gate, tables, caller)

@@ -48,7 +48,7 @@ async def create_job(request: Request, caller: KnownCaller, gate: OpenGate) -> C
         if (known := identity.known(tables, caller.account)) is not None:
             return CreatedJob(id=known)
         parts = await asyncio.to_thread(split, body)
-        model = trainable(model_of(tables, caller, parts.model_id))
+        model = trainable(model_of(tables, caller, parts.model_id, ("body", "model_id")))
         faults = Faults()
         config = read_config(parts.config, Reach.of(gate, tables, caller), model, faults)
         if len(parts.groups) > gate.settings.gateway.max_groups:
