@@ -73,7 +73,7 @@ def said(error: BaseException) -> str:
     return text if isinstance(error, OutageError) else f"{name}: {text}"
 
 
-async def outlast(what: str, call: Callable[[], Awaitable[T]], *, waits: Callable[[str], Awaitable[None]] | None = None) -> T:
+async def outlast(what: str, call: Callable[[], Awaitable[T]], *, waits: Callable[[], Awaitable[None]] | None = None) -> T:
     """Call until no outage is in the way; the pauses between two calls double, up to `LONGEST_PAUSE_SECONDS`.
 
     Logs one warning when the waiting begins and one line when it is over.
@@ -81,7 +81,7 @@ async def outlast(what: str, call: Callable[[], Awaitable[T]], *, waits: Callabl
     Args:
         what: What is tried, for the log: "storing step 5 of m".
         call: Makes a fresh attempt each time.
-        waits: Called once with the reason, when the waiting begins.
+        waits: Called once, when the waiting begins.
 
     Raises:
         Exception: what `call` raises, if it is no outage.
@@ -98,7 +98,7 @@ async def outlast(what: str, call: Callable[[], Awaitable[T]], *, waits: Callabl
                 logger.warning("%s waits, and is tried again until it works: %s", what, reason)
                 waiting = True
                 if waits is not None:
-                    await waits(reason)
+                    await waits()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         else:
