@@ -2,16 +2,16 @@
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from headrace.core.settings import S3Settings
-from headrace.core.store import InvalidKeyError, ObjectNotFoundError, StoreFullError, StoreUnavailableError, open_store
+from headrace.core.store import InvalidKeyError, ObjectNotFoundError, ObjectStore, StoreFullError, StoreUnavailableError, open_store
 from headrace.core.store.files import FileStore
-from headrace.core.store.keys import TEMPORARY_PREFIX
+from headrace.core.store.keys import STORE_FILE, TEMPORARY_PREFIX
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_a_full_disk_is_said_and_leaves_no_partial_object(tmp_path: Path, small_
     store = open_store(f"file://{tmp_path}/store", S3Settings())
     with pytest.raises(StoreFullError, match=r"no space for file://.*/a/big .*make room"):
         store.put_bytes_if_absent("a/big", b"x" * (small_files + 1))
-    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
+    assert [path.name for path in (tmp_path / "store").rglob("*") if path.is_file()] == [STORE_FILE]
     store.put_bytes_if_absent("a/small", b"x")
 
 
@@ -61,11 +61,31 @@ def test_a_relative_url_is_taken_from_the_current_folder(tmp_path: Path, monkeyp
     assert store.get_bytes("k") == b"x"
 
 
-def test_a_root_that_is_a_file_is_unavailable_for_writing_and_empty_for_reading(tmp_path: Path) -> None:
+def test_a_store_that_is_not_there_is_unavailable_and_says_nothing_of_its_objects(tmp_path: Path) -> None:
+    """A file system that is not mounted leaves an empty folder, or none."""
     (tmp_path / "file").write_text("in the way")
-    store = open_store(f"file://{tmp_path}/file", S3Settings())
+    (tmp_path / "empty").mkdir()
+    reads: list[Callable[[ObjectStore], object]] = [lambda s: s.get_bytes("k"), lambda s: s.head("a/k"), lambda s: list(s.get_chunks("k"))]
+    for name in ("file", "empty", "none"):
+        for read in reads:
+            with pytest.raises(StoreUnavailableError, match=rf"the store's folder .*{name} .*mount it"):
+                read(open_store(f"file://{tmp_path}/{name}", S3Settings()))
     with pytest.raises(StoreUnavailableError, match="file"):
-        store.put_bytes_if_absent("k", b"x")
+        open_store(f"file://{tmp_path}/file", S3Settings()).put_bytes_if_absent("k", b"x")
+
+
+def test_a_store_that_vanishes_is_not_made_again_beneath_its_mount(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store", S3Settings())
+    store.put_bytes_if_absent("k", b"x")
+    (tmp_path / "store").rename(tmp_path / "unmounted")
+    (tmp_path / "store").mkdir()
+    with pytest.raises(StoreUnavailableError, match="was there and is gone"):
+        store.put_bytes_if_absent("l", b"y")
+    with pytest.raises(StoreUnavailableError, match="is empty"):
+        store.get_bytes("k")
+    (tmp_path / "store").rmdir()
+    (tmp_path / "unmounted").rename(tmp_path / "store")
+    store.delete("k")
     with pytest.raises(ObjectNotFoundError):
         store.get_bytes("k")
 

@@ -22,6 +22,7 @@ from headrace.core.kept_memory import keep_memory
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
 from headrace.core.topic_admin import lane_count
+from headrace.trainer.plan import StateKey
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class Worker:
         self._balancer = Balancer(settings)
         self._lanes: dict[int, asyncio.Task[None]] = {}
         self._owners: dict[int, Lane] = {}
+        self._counted: set[StateKey] = set()
+        """What this process has counted as begun: a batch that it counted has not ended it."""
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -108,15 +111,16 @@ class Worker:
         """Start what was given, cancel what is gone. What stays is not touched (rule 4)."""
         if self._stopping.is_set():
             return
-        wanted = self._balancer.lanes
+        given = self._balancer.lanes
         for lane, task in list(self._lanes.items()):
-            if lane not in wanted:
+            if lane not in given:
                 task.cancel()
             if task.done():
                 del self._lanes[lane], self._owners[lane]
                 self._report(lane, task)
-        for lane in wanted - self._lanes.keys():
-            owner = Lane(lane, self._settings, store=self._store, pool=pool, world=world, wanted=partial(self._is_ours, lane))
+        for lane in given - self._lanes.keys():
+            wanted = partial(self._is_ours, lane)
+            owner = Lane(lane, self._settings, store=self._store, pool=pool, world=world, wanted=wanted, counted=self._counted)
             task = asyncio.create_task(owner.run(), name=f"lane-{lane}")
             task.add_done_callback(self._lane_ended)
             self._lanes[lane], self._owners[lane] = task, owner

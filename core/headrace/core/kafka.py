@@ -20,14 +20,14 @@ from aiokafka.errors import (
     UnsupportedSaslMechanismError,
 )
 
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import OutageError
 from headrace.core.settings import KafkaSettings, Settings
 
 ClientOptions = dict[str, Any]
 """Keyword arguments that aiokafka's consumer, producer and admin client share."""
 
 
-class KafkaUnavailableError(HeadraceError):
+class KafkaUnavailableError(OutageError):
     """Kafka can't be reached or refuses us; says where, why and what to do."""
 
 

@@ -19,7 +19,7 @@ from datetime import datetime
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import OffsetOutOfRangeError
 
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, OutageError
 from headrace.core.kafka import ClientOptions, plain_errors
 from headrace.core.polling import poll, readable
 from headrace.core.topic_metadata import partition_count
@@ -40,7 +40,7 @@ class OffsetLostError(HeadraceError):
         """Offsets that are gone, where single ones were asked for."""
 
 
-class ReadStalledError(HeadraceError):
+class ReadStalledError(OutageError):
     """A read made no progress: the broker is away, or a transaction stays open for longer than it may."""
 
 

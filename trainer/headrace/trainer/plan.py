@@ -170,6 +170,8 @@ class Failure:
 
     text: str
     """The traceback."""
+    outage: str | None = None
+    """What does not work, if that is a disk or another thing that the plan is not to blame for (`headrace.core.outages`)."""
 
 
 Answer = StepResult | Saved | Failure | SignOfLife

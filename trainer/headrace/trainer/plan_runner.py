@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from headrace.core.outages import outage_of
 from headrace.schemas.state import TrainingScalars
 from headrace.trainer.plan import Answer, Failure, SavePlan, StateKey, StepPlan
 from headrace.trainer.store_words import tell
@@ -64,8 +65,8 @@ class PlanRunner:
                     self._answer(saved)
                 return None
             return self._steps(shared)
-        except Exception:  # noqa: BLE001 - reported, and judged by the worker
-            return self._fail(traceback.format_exc())
+        except Exception as error:  # noqa: BLE001 - reported, and judged by the worker
+            return self._fail(_failure(error))
 
     def _steps(self, first: StepPlan) -> Failure | None:
         plan: StepPlan | None = first
@@ -73,10 +74,10 @@ class PlanRunner:
             running = plan
             try:
                 plan, failure = self._step(running)
-            except Exception:  # noqa: BLE001 - as in `run`
-                text = traceback.format_exc()
+            except Exception as error:  # noqa: BLE001 - as in `run`
+                found = _failure(error)
                 self._engine.drop()  # its state is nobody's
-                failure = self._without(running) or self._fail(text)
+                failure = self._without(running) or self._fail(found)
             if failure is not None:
                 return failure
         return None
@@ -99,17 +100,16 @@ class PlanRunner:
     def _finish(self, computed: "ComputedStep", goes_on: str | None) -> Failure | None:
         try:
             result = computed.finish()
-        except Exception:  # noqa: BLE001 - as in `run`
-            text = traceback.format_exc()
+        except Exception as error:  # noqa: BLE001 - as in `run`
+            found = _failure(error)
         else:
             self._answer(replace(result, goes_on=goes_on))
             return None
         if goes_on is None:
             self._engine.drop()
-        return self._fail(text)
+        return self._fail(found)
 
-    def _fail(self, text: str) -> Failure:
-        failure = Failure(text=text)
+    def _fail(self, failure: Failure) -> Failure:
         self._answer(failure)
         return failure
 
@@ -139,3 +139,7 @@ class PlanRunner:
         box = [plan]
         torch.distributed.broadcast_object_list(box, src=0)
         return box[0]
+
+
+def _failure(error: Exception) -> Failure:
+    return Failure(text="".join(traceback.format_exception(error)), outage=outage_of(error))

@@ -1,6 +1,7 @@
 """The world of ranks as the worker sees it: plans go in through a pipe to rank 0, results come out.
 
-Guarantees: a step that raises fails that step (`StepFailedError`, with the traceback); a rank that ends or gives no sign of life fails it
+Guarantees: a step that raises fails that step (`StepFailedError`, with the traceback, or `RankOutageError`, where a disk or another thing
+failed that the step is not to blame for); a rank that ends or gives no sign of life fails it
 too (`RankDiedError`, which names the rank), and all ranks of the world end with it; ranks end with their parent, however that ends;
 they never see the SIGINT of a terminal's process group, which is the parent's to judge. Gives up: thread safety (one call at a time,
 `hand_over` and `hold_back` excepted), and starting from a short-lived thread: on Linux a rank ends with the thread that started it.
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, OutageError
 from headrace.trainer.plan import Ahead, BaseSource, Failure, HandedOver, Saved, SavePlan, SignOfLife, StepPlan, StepResult
 from headrace.trainer.rank_main import main
 from headrace.trainer.world import Seat, WorldSettings
@@ -37,6 +38,10 @@ class StepFailedError(HeadraceError):
 
 class RankDiedError(HeadraceError):
     """A rank process ended, or hung, in the middle of a step."""
+
+
+class RankOutageError(OutageError):
+    """The step raised because a disk, for one, does not work. The state on the ranks is gone; the step may be run again when it works."""
 
 
 def cause_of(error: HeadraceError) -> str:
@@ -143,6 +148,7 @@ class RankWorld:
 
         Raises:
             StepFailedError: it raised. A world of one rank lives on; a larger one has ended.
+            RankOutageError: it raised, and is not to blame; otherwise as `StepFailedError`.
             RankDiedError: a rank is gone, or hung; the world has ended.
         """
         result = self._ask(plan)
@@ -248,7 +254,7 @@ class RankWorld:
 
     def _failed(self, rank: int, failure: Failure) -> HeadraceError:
         if self._world.size == 1:
-            return StepFailedError(failure.text)
+            return _error(failure)
         # The others stand somewhere in the middle of a collective: nothing can be saved. Where a rank was killed its neighbours fail too,
         # with an error of their connection: name the dead one.
         self._broken = True
@@ -258,9 +264,9 @@ class RankWorld:
             process.join(max(0.0, deadline - time.monotonic()))
         if any(process.exitcode is not None and process.exitcode < 0 for process in self._processes):
             return self._died()
-        return StepFailedError(f"rank {rank} of {self._world.size}: {failure.text}")
+        return _error(failure, f"rank {rank} of {self._world.size}: ")
 
-    def _died(self) -> RankDiedError:
+    def _died(self) -> HeadraceError:
         self._broken = True
         ended = wait([process.sentinel for process in self._processes if process.pid is not None], timeout=_STOP_SECONDS)
         for process in self._processes:
@@ -269,6 +275,9 @@ class RankWorld:
         codes = [(process.exitcode, rank) for rank, process in enumerate(self._processes) if process.exitcode is not None]
         code, rank = min(codes, default=(None, 0))  # a signal's code is negative: what was killed, before what failed because of that
         self.kill()
+        if rank not in self._ready:
+            # It has not looked at a plan: a library that can't be imported, a disk that is full, a device that others hold.
+            return RankOutageError(f"rank {rank} of {self._world.size} ended while it started (exit code {code}): its log says why")
         return RankDiedError(f"rank {rank} of {self._world.size} ended during the step (exit code {code}): the world is ended")
 
     def kill(self) -> None:
@@ -291,4 +300,9 @@ class RankWorld:
                 process.kill()
                 process.join()
             process.close()
+        self._processes.clear()  # who closes once more, since no other world could be started, finds none
         self._folder.cleanup()
+
+
+def _error(failure: Failure, where: str = "") -> HeadraceError:
+    return StepFailedError(where + failure.text) if failure.outage is None else RankOutageError(where + failure.outage)

@@ -13,7 +13,7 @@ leaves snapshots behind. Gives up: steps of one lane side by side.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from headrace.consumers.intake.admission_pool import AdmissionPool
@@ -42,11 +42,13 @@ from headrace.consumers.steps.world import TrainerWorld
 from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
+from headrace.core.outages import said
 from headrace.core.reading import OffsetLostError
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore
 from headrace.core.topic_admin import retention_ms
 from headrace.schemas.state import ModelState
+from headrace.trainer.plan import StateKey
 from headrace.trainer.rank_main import nodes_of_launcher
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class Lane:
         pool: Tokenizing process.
         world: The device.
         wanted: Whether the group still gives us this lane.
+        counted: What this worker process has counted as begun, of all its lanes; see `LaneTraining`.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class Lane:
         pool: AdmissionPool,
         world: TrainerWorld,
         wanted: Callable[[], bool],
+        counted: set[StateKey] | None = None,
     ) -> None:
+        self._counted = set() if counted is None else counted
         self.lane = lane
         self.phase = LanePhase.CLAIMING
         self._settings = settings
@@ -182,7 +187,7 @@ class Lane:
             committer=committer,
             commands=commands,
             intake=intake,
-            training=LaneTraining(book, committer, self._steps, keeper, worker.max_step_attempts),
+            training=LaneTraining(book, committer, self._steps, keeper, max_attempts=worker.max_step_attempts, counted=self._counted),
             clock=LaneClock(worker, book, committer, retention),
         )
         first = await reader.start(book.position, book.state.commands_through)
@@ -241,26 +246,24 @@ class Lane:
         for task in (training, *others):
             task.cancel()
         await asyncio.wait({training, *others})
+        snapshots: dict[str, TakenSnapshot] = {}
         try:
             async with deadline(max(1.0, self._settings.worker.release_seconds)):
-                await self._farewell(serving)
-        except (HeadraceError, TimeoutError) as error:
-            logger.warning("lane %d is given up without its snapshots: %s", self.lane, error)
+                for model_id, run in serving.book.runs.items():
+                    if run.status == "active" and (taken := await self._steps.save(run)) is not None:
+                        snapshots[model_id] = taken
+        except (HeadraceError, OSError) as error:
+            logger.warning("lane %d is given up without all its snapshots: %s", self.lane, said(error))
+        await self._hand_over(serving, snapshots, max(1.0, self._settings.worker.release_seconds))
 
-    async def _farewell(self, serving: _Serving) -> None:
-        snapshots: dict[str, TakenSnapshot] = {}
-        for model_id, run in serving.book.runs.items():
-            if run.status == "active" and (taken := await self._steps.save(run)) is not None:
-                snapshots[model_id] = taken
-        _acquit(serving.book)
-        await serving.committer.commit(snapshots=snapshots, clean=True)
-
-    async def _hand_over(self, serving: _Serving) -> None:
+    async def _hand_over(
+        self, serving: _Serving, snapshots: Mapping[str, TakenSnapshot] | None = None, seconds: float = _HAND_OVER_SECONDS
+    ) -> None:
         """Say that the lane was given up in order, if nobody has taken it over yet; one who has, has fenced this commit."""
         _acquit(serving.book)
         try:
-            async with deadline(_HAND_OVER_SECONDS):
-                await serving.committer.commit(clean=True)
+            async with deadline(seconds):
+                await serving.committer.commit(snapshots=snapshots, clean=True)
         except (FencedError, OutcomeUnknownError, TimeoutError) as error:
             logger.info("lane %d has another owner already: %s", self.lane, error)
 

@@ -1,34 +1,40 @@
 """The lane's steps, one after another: the complete batch that has waited longest, its intent, its step, its commit.
 
 Guarantees: what a clock decided, and a batch that may have ended the worker before, is an intent in the log before its step runs
-(exactly-once rules 9 and 10); a step whose job or model was given up meanwhile is not committed; a model whose state can't be had again is
-stopped as diverged, and the others go on. Gives up: steps of one lane side by side.
+(exactly-once rules 9 and 10); a worker counts a batch once at most, when its own computing begins, and takes that back when the batch waits
+for the end of an outage (`core.outages`): the worker lives, so the batch does not end it; a step whose job or model was given up meanwhile
+is not committed; a model whose state can't be had again is stopped as diverged, and the others go on.
+Limitations: steps of one lane run one after another.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from headrace.consumers.lanes.committer import LaneCommitter
 from headrace.consumers.memory.book import LaneBook, RunningStep
 from headrace.consumers.memory.model_run import ModelRun
 from headrace.consumers.memory.transaction import CommittedStep
 from headrace.consumers.steps.ahead import Following
-from headrace.consumers.steps.catch_up import ModelDivergedError
+from headrace.consumers.steps.catch_up import ModelDivergedError, state_key
 from headrace.consumers.steps.cut import Batch, next_batch, short_of_nodes
 from headrace.consumers.steps.foresight import foreseen
 from headrace.consumers.steps.runner import BatchGivenUpError, CannotBeginError, StepRunner, finish_job
 from headrace.consumers.steps.snapshots import SnapshotKeeper
+from headrace.core.outages import outlast
 from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError
 from headrace.schemas.jobs import JobState
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import Intent
+from headrace.trainer.plan import StateKey
 from headrace.trainer.rank import RankDiedError, StepFailedError, cause_of
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 
 class LaneTraining:
@@ -40,14 +46,27 @@ class LaneTraining:
         steps: Runs steps.
         keeper: Deletes old snapshots.
         max_attempts: `worker.max_step_attempts`.
+        counted: The states from which this worker process has begun a step that it counted; it adds to them.
     """
 
-    def __init__(self, book: LaneBook, committer: LaneCommitter, steps: StepRunner, keeper: SnapshotKeeper, max_attempts: int) -> None:
+    def __init__(
+        self,
+        book: LaneBook,
+        committer: LaneCommitter,
+        steps: StepRunner,
+        keeper: SnapshotKeeper,
+        *,
+        max_attempts: int,
+        counted: set[StateKey],
+    ) -> None:
         self._book = book
         self._committer = committer
         self._steps = steps
         self._keeper = keeper
         self._max_attempts = max_attempts
+        self._counted = counted
+        self._stepping: ModelRun | None = None
+        steps.waits = self._acquit
         self._proven: set[str] = set()
         self._deleting: set[asyncio.Task[None]] = set()
         self.leaving = False
@@ -130,11 +149,14 @@ class LaneTraining:
         try:
             # A batch under suspicion is counted when the device is its own: while it waits, another's may end the worker.
             async with self._steps.turn() if suspect else nullcontext():
+                # Steps that are run again before it are not its own computing: what ends the worker there is not this batch.
+                if suspect and not await self._running(run, batch, self._caught_up(run)):
+                    return
                 if not await self._begin(run, batch, suspect=suspect):
                     return
                 # Under suspicion, a step that ends the worker must be known to be the one whose intent is in the log.
                 following = Following() if suspect else self._coming(run, batch)
-                step = await self._running(run, batch, following)
+                step = await self._running(run, batch, self._steps.run(run, batch, following))
         except BatchGivenUpError as error:
             self._give_up(run, batch, str(error))
             await self._committer.commit()
@@ -170,21 +192,24 @@ class LaneTraining:
         number = run.state.policy_version + 1
         before = run.intent if run.intent is not None and run.intent.step == number else None
         attempts = 0 if before is None else before.attempts
-        if suspect and attempts >= self._max_attempts:
+        counts = suspect and state_key(run.state) not in self._counted
+        if counts and attempts >= self._max_attempts:
             message = f"its step has ended the worker {attempts} times (worker.max_step_attempts)"
             self._give_up(run, batch, message)
             await self._committer.commit()
             return False
         starts = batch.job_id is not None and _state_of(run, batch.job_id) is JobState.PENDING
-        if not (starts or suspect or (before is None and batch.cut == "linger")):
+        if not (starts or counts or (before is None and batch.cut == "linger")):
             return True
+        if starts or counts:
+            self._counted.add(state_key(run.state))
         run.intent = Intent(
             step=number,
             offsets=batch.offsets,
             reason="linger" if batch.cut == "linger" else "attempt" if batch.job_id is None else "job",
             job_id=batch.job_id,
             cut=batch.cut,
-            attempts=attempts + 1 if suspect or starts else attempts,
+            attempts=attempts + 1 if counts or starts else attempts,
         )
         run.touch()
         if starts:
@@ -194,10 +219,25 @@ class LaneTraining:
         self._proven.add(run.state.model_id)
         return _wanted(run, batch)
 
-    async def _running(self, run: ModelRun, batch: Batch, following: Following) -> CommittedStep | None:
-        """Run the step as a task that a command may end; None: one did."""
-        task = asyncio.create_task(self._steps.run(run, batch, following), name=f"step-{run.state.name}")
+    async def _caught_up(self, run: ModelRun) -> bool:
+        await self._steps.caught_up(run)
+        return True
+
+    async def _acquit(self) -> None:
+        """The step waits for the end of an outage: its batch has not ended the worker, and this attempt does not count."""
+        run = self._stepping
+        if run is None or run.intent is None or run.intent.step != run.state.policy_version + 1 or not run.intent.attempts:
+            return
+        if state_key(run.state) in self._counted:
+            run.intent = run.intent.model_copy(update={"attempts": run.intent.attempts - 1})
+            run.touch()
+            await asyncio.shield(self._committer.commit())  # a commit that is cancelled leaves its outcome open
+
+    async def _running(self, run: ModelRun, batch: Batch, work: Coroutine[Any, Any, R]) -> R | None:
+        """Work for the step, as a task that a command may end; None: one did."""
+        task = asyncio.create_task(work, name=f"step-{run.state.name}")
         self._book.running = RunningStep(model_id=run.state.model_id, job_id=batch.job_id, offsets=frozenset(batch.offsets), task=task)
+        self._stepping = run
         try:
             return await task
         except asyncio.CancelledError:
@@ -206,12 +246,12 @@ class LaneTraining:
                 raise  # the lane itself is given up
             return None
         finally:
-            self._book.running = None
+            self._book.running = self._stepping = None
 
     async def _begin_anew(self, run: ModelRun) -> None:
         why = "be resumed" if run.start_from is None else f"begin from {run.start_from.snapshot.uri}"
         try:
-            step = await self._steps.begin_anew(run)
+            step = await outlast(f"{run.state.name}, which is to {why},", lambda: self._steps.begin_anew(run))
         except (ModelDivergedError, ObjectNotFoundError, DigestMismatchError, InvalidKeyError, StepFailedError, RankDiedError) as error:
             detail = f"it can't {why}: {cause_of(error)}"
             forked = run.start_from is not None
@@ -225,7 +265,7 @@ class LaneTraining:
         """Store a snapshot of a model that has no step for long: what its last steps trained on may go, retention takes it some day."""
         run.settling = False
         try:
-            taken = await self._steps.settle(run)
+            taken = await outlast(f"the snapshot of step {run.state.policy_version} of {run.state.name}", lambda: self._steps.settle(run))
         except ModelDivergedError as error:
             await self._stopped(run, None, "diverged", str(error))
             return

@@ -6,10 +6,10 @@ is no lock.
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.consumers.memory.model_run import ModelRun
 from headrace.consumers.memory.outgoing import Outgoing
-from headrace.consumers.memory.transaction import CommittedStep
 from headrace.schemas.state import LaneState
 
 
@@ -20,7 +20,7 @@ class RunningStep:
     model_id: str
     job_id: str | None
     offsets: frozenset[int]
-    task: "asyncio.Task[CommittedStep]"
+    task: "asyncio.Task[Any]"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,23 +1,40 @@
 """The files of a step on their way to the object store, before its transaction begins.
 
-Guarantees: names carry model, incarnation, step and attempt and are never used again (exactly-once rule 14); every file is
-durable and every manifest written last when `store_step` returns. Gives up: deletion of what a lost attempt left behind, which is
-`headrace.consumers.steps.orphans`.
+Guarantees: names carry model, incarnation, step and attempt, and always mean the same bytes (exactly-once rule 14); when `store_step`
+returns, every file is durable, every manifest was written last, and everything was read back whole with its digest. Files that come back
+damaged are deleted and stored once more: nothing refers to an attempt before its commit.
+Limitations: damage after the reading back is found by who fetches the files. `headrace.consumers.steps.orphans` deletes what a lost attempt
+left.
 """
 
 import asyncio
-import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 
 from headrace.consumers.steps.folders import KINDS, folder_key
-from headrace.core.store import ObjectStore, StoreError, read_manifest, store_folder
+from headrace.core.store import (
+    DigestMismatchError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    ObjectStore,
+    StoreError,
+    StoreUnavailableError,
+    read_manifest,
+    store_folder,
+)
 from headrace.core.store.folders import MANIFEST
+from headrace.core.store.interface import FOLDER_THREADS
 from headrace.schemas.report import REPORT_FILE, ROWS_FILE, StepReport
-from headrace.schemas.weights import FolderKind, Manifest, WeightsRef
+from headrace.schemas.weights import FolderKind, Manifest, StoredFile, WeightsRef
 from headrace.trainer.plan import StateKey, StepResult
+
+T = TypeVar("T")
 
 DUPLICATES_FILE = "duplicates.u64"
 
@@ -38,7 +55,7 @@ class StoredStep:
 
 
 async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, duplicates: bytes, report: StepReport) -> StoredStep:
-    """Store what the step wrote, and its report; the local folder is gone afterwards.
+    """Store what the step wrote, and its report. The local folder stays; a call that failed may be repeated.
 
     Args:
         store: The object store.
@@ -48,7 +65,8 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
         report: Of the step; the kept rows lie beside it.
 
     Raises:
-        HeadraceError: the store can't be reached, or refuses.
+        StoreUnavailableError: the store can't be used, or did not keep what it was given.
+        OSError: the local disk can't be used.
     """
     key = result.key
 
@@ -56,8 +74,9 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
         return _put(store, out_dir / kind, kind, key, key)
 
     kinds = await asyncio.to_thread(_lay_out, out_dir, duplicates, report)
-    stored = dict(zip(kinds, await asyncio.gather(*(asyncio.to_thread(put, kind) for kind in kinds)), strict=True))
-    await asyncio.to_thread(shutil.rmtree, out_dir, ignore_errors=True)
+    stored = dict(zip(kinds, await _side_by_side(put, kinds), strict=True))
+    # Behind all of them: what was stored first has waited for the largest.
+    await _side_by_side(lambda kind: _read_back(store, stored[kind][1]), kinds)
     manifest, weights = stored["weights"]
     return StoredStep(
         weights=weights,
@@ -70,7 +89,7 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
 
 
 async def store_snapshot(store: ObjectStore, folder: Path, key: StateKey, duplicates: bytes, attempt: str) -> WeightsRef:
-    """Store a state that was committed without one, as the snapshot of its step; the local folder is gone afterwards.
+    """Store a state that was committed without one, as the snapshot of its step. The local folder stays; a failed call may be repeated.
 
     Args:
         store: The object store.
@@ -80,13 +99,13 @@ async def store_snapshot(store: ObjectStore, folder: Path, key: StateKey, duplic
         attempt: A fresh one, for the name: another owner may have tried this before.
 
     Raises:
-        HeadraceError: the store can't be reached, or refuses.
+        StoreUnavailableError, OSError: as `store_step`.
     """
 
     def put() -> WeightsRef:
         (folder / DUPLICATES_FILE).write_bytes(duplicates)
         _, ref = _put(store, folder, "snapshot", key, replace(key, attempt=attempt))
-        shutil.rmtree(folder, ignore_errors=True)
+        _read_back(store, ref)
         return ref
 
     return await asyncio.to_thread(put)
@@ -107,18 +126,58 @@ async def store_for_deployment(store: ObjectStore, deployment: str, key: StateKe
     return identity
 
 
+async def _side_by_side(call: Callable[[FolderKind], T], kinds: Sequence[FolderKind]) -> list[T]:
+    """A call for each kind, in threads. All of them end before the first failure is raised: what still writes would meet the next try."""
+    answers = await asyncio.gather(*(asyncio.to_thread(call, kind) for kind in kinds), return_exceptions=True)
+    done: list[T] = []
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+        done.append(answer)
+    return done
+
+
 def _put(store: ObjectStore, folder: Path, kind: FolderKind, key: StateKey, called: StateKey) -> tuple[Manifest, WeightsRef]:
     """Store a folder of the state `key` under the name of `called`."""
-    return store_folder(
-        store,
-        folder_key(called, kind),
-        folder,
-        kind=kind,
-        model_id=key.model_id,
-        incarnation=key.incarnation,
-        step=key.step,
-        attempt=key.attempt or "",
-    )
+    prefix = folder_key(called, kind)
+    with _deleted_if_damaged(store, prefix):
+        return store_folder(
+            store,
+            prefix,
+            folder,
+            kind=kind,
+            model_id=key.model_id,
+            incarnation=key.incarnation,
+            step=key.step,
+            attempt=key.attempt or "",
+        )
+
+
+def _read_back(store: ObjectStore, ref: WeightsRef) -> None:
+    """Read a stored folder whole, and compare it with its manifest, and that with what was stored."""
+
+    def read(file: StoredFile) -> None:
+        for _ in store.get_chunks(f"{key}/{file.path}", sha256=file.sha256):
+            pass
+
+    key = store.resolve(ref.uri)
+    with _deleted_if_damaged(store, key), ThreadPoolExecutor(FOLDER_THREADS, thread_name_prefix="headrace-read-back") as pool:
+        list(pool.map(read, read_manifest(store, ref.uri, ref.digest).files))
+
+
+@contextmanager
+def _deleted_if_damaged(store: ObjectStore, prefix: str) -> Iterator[None]:
+    """Delete a folder that nothing refers to yet, if it is not what was stored.
+
+    Raises:
+        StoreUnavailableError: it was not; it may be stored once more.
+    """
+    try:
+        yield
+    except (ObjectExistsError, ObjectNotFoundError, DigestMismatchError) as error:
+        for found in list(store.list(f"{prefix}/")):
+            store.delete(found.key)
+        raise StoreUnavailableError(f"what was stored was damaged before its commit, and is stored once more: {error}") from error
 
 
 def _lay_out(out_dir: Path, duplicates: bytes, report: StepReport) -> list[FolderKind]:

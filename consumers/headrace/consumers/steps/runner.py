@@ -3,8 +3,9 @@
 Guarantees: a step starts from the committed state, caught up if need be; the plan is a pure function of the batch, the config, the model's
 state and the step number; files are durable before `run` returns; what the log alone makes the next step is begun while they are stored,
 and used only if it is what comes next (`ahead`); a step that fails `worker.max_step_attempts` times in a worker's life is given up as
-`step_failed` (its groups are refused, its job fails with the message), so a poisonous batch can't stop a lane. A batch that ends the worker
-itself is counted by the lane, in intents.
+`step_failed` (its groups are refused, its job fails with the message), so a poisonous batch can't stop a lane. An outage (`core.outages`)
+is no failure of the step: it waits, and a computed step is not computed again. A batch that ends the worker itself is counted by the lane,
+in intents.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import logging
 import shutil
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +29,7 @@ from headrace.consumers.steps.catalogue import problem_of
 from headrace.consumers.steps.catch_up import CatchUp, ModelDivergedError, state_key
 from headrace.consumers.steps.cut import Batch
 from headrace.consumers.steps.evaluation_sets import EvaluationSetError
-from headrace.consumers.steps.files import store_for_deployment, store_snapshot, store_step
+from headrace.consumers.steps.files import StoredStep, store_for_deployment, store_snapshot, store_step
 from headrace.consumers.steps.kl_references import KlReferences, ReferenceMissingError
 from headrace.consumers.steps.plans import StepPlans, config_of
 from headrace.consumers.steps.records import StepOutcome, committed_step
@@ -35,6 +37,7 @@ from headrace.consumers.steps.report import build_report
 from headrace.consumers.steps.rerun import StepReruns
 from headrace.consumers.steps.world import StateNotHeldError, TrainerWorld
 from headrace.core.kafka import client_options
+from headrace.core.outages import outlast
 from headrace.core.settings import Settings
 from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError, ObjectStore
 from headrace.schemas.jobs import JobState
@@ -97,9 +100,11 @@ class StepRunner:
         self._failures: Counter[StateKey] = Counter()
         self.attempts = Attempts(settings)
         self.ahead = StepAhead(world)
+        self.waits: Callable[[], Awaitable[None]] | None = None
+        """Called when a step begins to wait for the end of an outage."""
 
     async def run(self, run: ModelRun, batch: Batch, following: Following) -> CommittedStep:
-        """Run the step, `worker.max_step_attempts` times at most.
+        """Run the step, `worker.max_step_attempts` times at most, and wait for whatever else it needs.
 
         Args:
             run: The model.
@@ -111,8 +116,28 @@ class StepRunner:
             BatchGivenUpError: it failed for good.
             CannotBeginError: it is the model's first, and its start weights can't be had.
             ModelDivergedError: the state that it starts from can't be had again.
-            HeadraceError: the store can't be reached.
         """
+        return await outlast(_called(run), lambda: self._run(run, batch, following), waits=self.waits)
+
+    async def caught_up(self, run: ModelRun) -> None:
+        """Bring the device to the committed state, if steps must be run again for that: `run` inside the same turn finds it.
+
+        Raises:
+            ModelDivergedError: it can't be had again.
+        """
+
+        async def ready() -> None:
+            while True:
+                try:
+                    await self._catch_up.ready(run.state)
+                except StateNotHeldError as error:
+                    logger.warning("%s: caught up once more", error)
+                else:
+                    return
+
+        await outlast(_called(run), ready)
+
+    async def _run(self, run: ModelRun, batch: Batch, following: Following) -> CommittedStep:
         config = config_of(run, batch)
         if (problem := problem_of(run.state.settings.model_copy(update={"train": config}), self._settings.base_models)) is not None:
             raise BatchGivenUpError(problem)
@@ -279,9 +304,12 @@ class StepRunner:
         if run.state.snapshot_step == key.step or not self._world.holds(key):
             return None
         folder = self._work_dir / f"release-{key.model_id}-{key.step}"
-        await self._world.save(key, folder)
-        duplicates, window_ids = run.window.to_bytes(), run.window.since
-        ref = await store_snapshot(self._store, folder, key, duplicates, await self.attempts.new(key.model_id))
+        try:
+            await self._world.save(key, folder)
+            duplicates, window_ids = run.window.to_bytes(), run.window.since
+            ref = await store_snapshot(self._store, folder, key, duplicates, await self.attempts.new(key.model_id))
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         return TakenSnapshot(ref=ref, window_ids=window_ids)
 
     async def _stored(self, run: ModelRun, batch: Batch, plan: StepPlan, result: StepResult, timer: _Timer) -> CommittedStep:
@@ -301,11 +329,16 @@ class StepRunner:
             timings=timer.laps,
             rows=plan.report_rows,
         )
-        stored = await store_step(self._store, Path(plan.out_dir), result, duplicates, report)
         asked = options_of(run.jobs, batch.job_id)
-        identity = None
-        if asked.hot_load_deployment is not None:
-            identity = await store_for_deployment(self._store, asked.hot_load_deployment, result.key, stored)
+
+        async def store() -> tuple[StoredStep, str | None]:
+            stored = await store_step(self._store, Path(plan.out_dir), result, duplicates, report)
+            deployment = asked.hot_load_deployment
+            return stored, None if deployment is None else await store_for_deployment(self._store, deployment, result.key, stored)
+
+        # The step is computed, and stays: only its files wait.
+        stored, identity = await outlast(f"{_called(run)}, which is computed and stored now,", store, waits=self.waits)
+        await asyncio.to_thread(shutil.rmtree, plan.out_dir, ignore_errors=True)
         outcome = StepOutcome(
             plan=plan,
             result=result,
@@ -317,6 +350,11 @@ class StepRunner:
             hot_load_identity=identity,
         )
         return committed_step(run, self._lane, outcome)
+
+
+def _called(run: ModelRun) -> str:
+    """The next step, for the log."""
+    return f"step {run.state.policy_version + 1} of {run.state.name}"
 
 
 def finish_job(run: ModelRun, step: CommittedStep) -> None:

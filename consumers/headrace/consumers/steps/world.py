@@ -19,12 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, OutageError
+from headrace.core.outages import outage_of
 from headrace.core.settings import BaseModelEntry, Settings
 from headrace.core.store import ObjectStore, fetch_folder
 from headrace.schemas.weights import WeightsRef
 from headrace.trainer.plan import BaseSource, SavePlan, StateKey, StepPlan, StepResult
-from headrace.trainer.rank import RankDiedError, RankWorld, StepFailedError
+from headrace.trainer.rank import RankDiedError, RankOutageError, RankWorld, StepFailedError
 from headrace.trainer.rank_main import seat_of_launcher
 from headrace.trainer.world import WorldSettings
 
@@ -117,6 +118,7 @@ class TrainerWorld:
 
         Raises:
             StepFailedError: the step raised.
+            RankOutageError: the step raised, since a disk (for one) does not work; it may be run again.
             RankDiedError: a rank ended or hung; the next step gets a new world.
             WorldLostError: under a launcher, an earlier step broke the world, or a rank ended between steps.
             StateNotHeldError: the state is lost here, as after a rank's death: it must be run again from the last snapshot.
@@ -186,7 +188,7 @@ class TrainerWorld:
             came: StepResult | HeadraceError
             try:
                 came = await self._in_thread(RankWorld.settle, self._ranks)
-            except (StepFailedError, RankDiedError) as error:
+            except (StepFailedError, RankOutageError, RankDiedError) as error:
                 came = error
             else:
                 self._resident = came.key if came.goes_on is None else None
@@ -259,9 +261,13 @@ class TrainerWorld:
             await asyncio.to_thread(shutil.rmtree, self._parked_at(former), ignore_errors=True)
         try:
             await self._save(state, folder)
-        except (StepFailedError, RankDiedError, OSError):
-            # Not the fault of the step that comes next, which gets a new world if it must.
-            logger.exception("%s could not be parked", state)
+        except (StepFailedError, RankDiedError, OutageError, OSError) as error:
+            # Not the fault of the step that comes next, which gets a new world if it must. What was written takes room that others need.
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            if (reason := outage_of(error)) is None:
+                logger.exception("%s could not be parked", state)
+            else:
+                logger.warning("%s could not be parked, and is run again from its snapshot: %s", state, reason)
         else:
             self._parked[state.model_id] = state
 

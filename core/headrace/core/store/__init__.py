@@ -14,6 +14,7 @@ from headrace.core.store.errors import (
     ObjectNotFoundError,
     StoreError,
     StoreFullError,
+    StoreMisconfiguredError,
     StoreUnavailableError,
 )
 from headrace.core.store.folders import fetch_folder, read_manifest, store_folder
@@ -28,6 +29,7 @@ __all__ = [
     "ObjectStore",
     "StoreError",
     "StoreFullError",
+    "StoreMisconfiguredError",
     "StoreUnavailableError",
     "StoredObject",
     "fetch_folder",

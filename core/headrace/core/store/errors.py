@@ -1,8 +1,12 @@
-"""What a store can say no with. Missing, different and unavailable are told apart: only the first two refuse a group (rule 13)."""
+"""The errors of a store. Only `ObjectNotFoundError` and `DigestMismatchError` are final, and may refuse a group or stop a model (rule 13).
+
+A store raises them only if it knows: it answered that there is no such object, or the object was read whole and has another digest.
+Whatever else happens, known or not, is a `StoreUnavailableError`: an outage (`headrace.core.outages`), which is waited for.
+"""
 
 import errno
 
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, OutageError
 
 
 class StoreError(HeadraceError):
@@ -25,8 +29,15 @@ class DigestMismatchError(StoreError):
     """Content that differs from the SHA-256 it must have: changed, truncated, or too long."""
 
 
-class StoreUnavailableError(StoreError):
-    """The store could not answer: network, server error, credentials, no bucket, no permission. Trying later may help."""
+class StoreUnavailableError(StoreError, OutageError):
+    """The store did not answer, or its answer is not whole or not understood: network, server error, permission. Trying later may help."""
+
+
+class StoreMisconfiguredError(StoreUnavailableError):
+    """No bucket, no folder, or refused credentials: it helps to correct the settings or the store, while waiting alone does not.
+
+    At the start of a process this ends the process. Later it is an outage like any other: the settings worked before.
+    """
 
 
 class StoreFullError(StoreUnavailableError):

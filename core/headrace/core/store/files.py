@@ -1,8 +1,10 @@
 """A store in a folder, for one machine or a shared file system.
 
 Guarantees: an object appears by a hard link to a finished, fsynced file, which fails where the name is taken; every folder above it up
-to the store's is fsynced before a put returns. Gives up: a writer that is killed leaves a hidden partial file, which no reader sees
-until `sweep` removes it; SHA-256 is not stored (`head` has none); file systems without hard links.
+to the store's is fsynced before a put returns. An object is missing only if the store itself is there: a folder that is missing or empty is
+a file system that is not mounted, and an outage (the first put leaves a hidden file, `.headrace-store`, so that no store is ever empty).
+Limitations: a writer that is killed leaves a hidden partial file, which no reader sees until `sweep` removes it; SHA-256 is not stored
+(`head` has none); file systems without hard links do not work.
 """
 
 import contextlib
@@ -18,9 +20,16 @@ from pathlib import Path
 from typing_extensions import override
 
 from headrace.core.store.digests import Tally, check, file_chunks, sha256_of_bytes, sha256_of_file, verified, write_verified
-from headrace.core.store.errors import ObjectExistsError, ObjectNotFoundError, StoreError, StoreUnavailableError, plain_os_error
+from headrace.core.store.errors import (
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+    StoreMisconfiguredError,
+    StoreUnavailableError,
+    plain_os_error,
+)
 from headrace.core.store.interface import FOLDER_THREADS, ObjectStore, StoredObject
-from headrace.core.store.keys import TEMPORARY_PREFIX, check_key, check_prefix, key_of
+from headrace.core.store.keys import STORE_FILE, TEMPORARY_PREFIX, check_key, check_prefix, key_of
 
 
 class FileStore(ObjectStore):
@@ -33,6 +42,8 @@ class FileStore(ObjectStore):
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
         self._base = f"file://{self._root.as_posix()}"
+        self._made = False
+        """This object has written to the store, or found it made."""
 
     def __repr__(self) -> str:
         return f"FileStore({self._base})"
@@ -160,7 +171,7 @@ class FileStore(ObjectStore):
 
         try:
             with self._plain_errors("", missing=StoreUnavailableError):
-                _make_durable_folder(self._root)
+                self._make()
             with ThreadPoolExecutor(FOLDER_THREADS, thread_name_prefix="headrace-store") as pool:
                 stored = list(pool.map(lambda item: write(item[0], file_chunks(item[1])), files.items()))
                 key, content = last(stored)
@@ -176,7 +187,7 @@ class FileStore(ObjectStore):
 
     def _put(self, key: str, chunks: Iterable[bytes], sha256: str | None) -> StoredObject:
         with self._plain_errors(key, missing=StoreUnavailableError):
-            _make_durable_folder(self._root)
+            self._make()
             one = _Written.of(self._path(key), chunks)
             try:
                 check(f"what was to be stored as {self.uri(key)}", one.tally.sha256, sha256)
@@ -210,7 +221,8 @@ class FileStore(ObjectStore):
                 entries = [(f"{above}/{entry.name}" if above else entry.name, entry) for entry in found]
         except (FileNotFoundError, NotADirectoryError):
             return
-        keyed = [(key + "/" if entry.is_dir() else key, entry) for key, entry in entries if not entry.name.startswith(TEMPORARY_PREFIX)]
+        objects = [(key, entry) for key, entry in entries if not entry.name.startswith((TEMPORARY_PREFIX, STORE_FILE))]
+        keyed = [(key + "/" if entry.is_dir() else key, entry) for key, entry in objects]
         for key, entry in sorted(keyed, key=lambda pair: pair[0].encode(errors="surrogateescape")):
             if key.endswith("/") and (key.startswith(prefix) or prefix.startswith(key)):
                 yield from self._walk(Path(entry.path), key[:-1], prefix)
@@ -223,9 +235,38 @@ class FileStore(ObjectStore):
         try:
             yield
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            if missing is ObjectNotFoundError:
+                self._check_there(where)
             raise missing(f"{where} does not exist" if missing is ObjectNotFoundError else f"{where}: {error}") from error
         except OSError as error:
             raise plain_os_error(error, where) from error
+
+    def _make(self) -> None:
+        """Make the store's folder, durably, with the file that says that it is one; once only: a store that vanishes is not made again."""
+        mark = self._root / STORE_FILE
+        if mark.exists():
+            self._made = True
+            return
+        if self._made:
+            raise StoreMisconfiguredError(
+                f"the store's folder {self._root} was there and is gone: mount it, or restart with another store.url"
+            )
+        _make_durable_folder(self._root)
+        mark.touch()  # durable with the first object, whose put syncs this folder
+        self._made = True
+
+    def _check_there(self, where: str) -> None:
+        """Refuse to call an object missing where the store itself is not there."""
+        try:
+            with os.scandir(self._root) as found:
+                if any(found):
+                    return
+            state = "is empty"
+        except OSError as error:
+            state = f"can't be read ({error.strerror})"
+        raise StoreMisconfiguredError(
+            f"{where}: the store's folder {self._root} {state}: mount it, or correct store.url (`headrace doctor` makes a new store)"
+        )
 
 
 def _stored(key: str, status: os.stat_result) -> StoredObject:

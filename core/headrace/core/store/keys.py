@@ -9,6 +9,8 @@ from headrace.core.store.errors import InvalidKeyError
 MAX_KEY_BYTES = 900
 """S3 takes 1,024 with the store's prefix."""
 TEMPORARY_PREFIX = ".headrace-partial-"
+STORE_FILE = ".headrace-store"
+"""In the folder of a file store: it is one, also when it has no object."""
 
 
 def check_key(key: str) -> str:
@@ -57,6 +59,6 @@ def _part_fault(part: str) -> str | None:
         return "it has an empty component, '.' or '..'"
     if len(part.encode()) > 255:
         return "a component is longer than 255 bytes"
-    if part.startswith(TEMPORARY_PREFIX):
-        return f"{TEMPORARY_PREFIX} is reserved"
+    if reserved := next((prefix for prefix in (TEMPORARY_PREFIX, STORE_FILE) if part.startswith(prefix)), None):
+        return f"{reserved} is reserved"
     return None

@@ -1,33 +1,37 @@
 """A store in S3, or in anything that speaks its API, through boto3.
 
 Guarantees: puts are conditional (`If-None-Match: *`), also at the completion of a multipart upload; an object's SHA-256 is its metadata
-`sha256`. Multipart, parallel ranges and retries are boto3's transfer manager's. Gives up: on a server that ignores the condition (AWS
-and S3Proxy heed it), two writers of one new name at the same moment are not told apart. A stream goes through a temporary file, since
-its digest is sent ahead of it.
+`sha256`. Multipart, parallel ranges and retries are boto3's transfer manager's. An answer that was cut off, or that boto3 does not
+understand, is `StoreUnavailableError`: an object is missing only if the server says so and its bucket exists, and differs only if it was
+read whole.
+Limitations: on a server that ignores the condition (AWS and S3Proxy heed it), two writers of one new name at the same moment are not told
+apart. A stream goes through a temporary file, since its digest is sent ahead of it.
 """
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import boto3
-from boto3.exceptions import Boto3Error
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from typing_extensions import override
 
+from headrace.core.outages import said
 from headrace.core.settings import S3Settings
 from headrace.core.store.digests import Tally, check, sha256_of_bytes, sha256_of_file, verified, write_verified
 from headrace.core.store.errors import (
+    DigestMismatchError,
     InvalidKeyError,
     ObjectExistsError,
     ObjectNotFoundError,
     StoreError,
     StoreFullError,
+    StoreMisconfiguredError,
     StoreUnavailableError,
     plain_os_error,
 )
@@ -42,6 +46,8 @@ TRANSFER = TransferConfig(multipart_threshold=16 * 1024 * 1024, multipart_chunks
 _MISSING = {"NoSuchKey", "NotFound", "404"}
 _TAKEN = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409"}
 _FULL = {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "507"}
+_REFUSED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
+_CLOCK = {"RequestTimeTooSkewed", "RequestExpired"}
 _CONFLICT_ATTEMPTS = 5
 
 
@@ -64,7 +70,7 @@ class S3Store(ObjectStore):
             # boto3's transfer manager passes no condition on; the events of a client of its own add it.
             self._if_absent = _client(settings)
         except (BotoCoreError, ValueError) as error:
-            raise StoreUnavailableError(f"{self._base}: {error}: correct the settings under s3") from error
+            raise StoreMisconfiguredError(f"{self._base}: {error}: correct the settings under s3") from error
         for operation in ("PutObject", "CompleteMultipartUpload"):
             self._if_absent.meta.events.register(f"provide-client-params.s3.{operation}", _only_if_absent)
 
@@ -130,8 +136,9 @@ class S3Store(ObjectStore):
     def get_chunks(self, key: str, *, sha256: str | None = None) -> Iterator[bytes]:
         name = self._name(key)
         with self._plain_errors(key):
-            body = self._client.get_object(Bucket=self._bucket, Key=name)["Body"]
-            with contextlib.closing(body):
+            answer = self._client.get_object(Bucket=self._bucket, Key=name)
+            with contextlib.closing(answer["Body"]) as body:
+                _check_whole(answer)
                 yield from verified(body.iter_chunks(CHUNK_BYTES), self.uri(key), sha256)
 
     @override
@@ -142,7 +149,15 @@ class S3Store(ObjectStore):
             with self._plain_errors(key), partial.open("wb") as out:
                 self._client.download_fileobj(self._bucket, name, out, Config=TRANSFER)
 
-        size, found = write_verified(path, fill, self.uri(key), sha256)
+        try:
+            size, found = write_verified(path, fill, self.uri(key), sha256)
+        except DigestMismatchError:
+            # The transfer manager believes the size that a first answer names, and that answer may have been cut off within a number.
+            for _ in self.get_chunks(key, sha256=sha256):
+                pass
+            raise StoreUnavailableError(
+                f"{self.uri(key)} was not read whole: what {self._endpoint} sends differs from time to time"
+            ) from None
         return StoredObject(key=key, size=size, sha256=found)
 
     @override
@@ -155,7 +170,10 @@ class S3Store(ObjectStore):
         name = self._name(key)
         with self._plain_errors(key):
             try:
-                return self._client.get_object(Bucket=self._bucket, Key=name, Range=f"bytes={start}-{stop - 1}")["Body"].read()
+                answer = self._client.get_object(Bucket=self._bucket, Key=name, Range=f"bytes={start}-{stop - 1}")
+                with contextlib.closing(answer["Body"]) as body:
+                    _check_whole(answer)
+                    return body.read()
             except ClientError as error:
                 if _code(error) in {"InvalidRange", "416"}:  # starts behind the end
                     return b""
@@ -166,13 +184,15 @@ class S3Store(ObjectStore):
         name = self._name(key)
         with self._plain_errors(key):
             answer = self._client.head_object(Bucket=self._bucket, Key=name)
-        return StoredObject(key=key, size=answer["ContentLength"], sha256=answer["Metadata"].get("sha256"), modified=answer["LastModified"])
+            digest, modified = answer["Metadata"].get("sha256"), answer["LastModified"]
+            return StoredObject(key=key, size=answer["ContentLength"], sha256=digest, modified=modified)
 
     @override
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         pages = self._client.get_paginator("list_objects_v2")
         with self._plain_errors(prefix):
             for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + check_prefix(prefix)):
+                _check_page(page)
                 for entry in page.get("Contents", []):
                     key = entry["Key"].removeprefix(self._prefix)
                     yield StoredObject(key=key, size=entry["Size"], sha256=None, modified=entry["LastModified"])
@@ -189,6 +209,7 @@ class S3Store(ObjectStore):
         found = 0
         with self._plain_errors(prefix):
             for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + check_prefix(prefix)):
+                _check_page(page)
                 for upload in page.get("Uploads", []):
                     if upload["Initiated"] < before:
                         with contextlib.suppress(self._client.exceptions.NoSuchUpload):  # its writer lives, and is done
@@ -212,15 +233,18 @@ class S3Store(ObjectStore):
             found = self.head(wanted.key)
         except ObjectNotFoundError:
             return False
-        digest = found.sha256
-        if digest is None:  # somebody else's put: read it
-            tally = Tally()
-            for _ in tally.passing(self.get_chunks(wanted.key)):
-                pass
-            digest = tally.sha256
-        if (found.size, digest) != (wanted.size, wanted.sha256):
+        expected = (wanted.size, wanted.sha256)
+        # Another client's put left no digest, and an answer that was cut off names another size: only reading tells.
+        if (found.size, found.sha256) != expected and self._read(wanted.key) != expected:
             raise ObjectExistsError(f"{self.uri(wanted.key)} exists with other content; it was left as it is")
         return True
+
+    def _read(self, key: str) -> tuple[int, str]:
+        """Size and digest of an object that is read whole."""
+        tally = Tally()
+        for _ in tally.passing(self.get_chunks(key)):
+            pass
+        return tally.size, tally.sha256
 
     def _put(self, key: str, put: Callable[[], None], wanted: StoredObject) -> StoredObject:
         for attempt in range(1, _CONFLICT_ATTEMPTS + 1):
@@ -241,39 +265,68 @@ class S3Store(ObjectStore):
         where = f"{self._base}/{key}"
         try:
             yield
+        except StoreError:
+            raise
         except ClientError as error:
             raise self._plain(error, where) from error
-        except (BotoCoreError, Boto3Error) as error:
-            raise StoreUnavailableError(f"{where}: {error} (endpoint: {self._endpoint}); check the settings under s3") from error
-        except ConnectionError as error:
-            raise StoreUnavailableError(f"{where}: the connection to {self._endpoint} broke: {error}") from error
+        except OSError as error:  # a local file's
+            raise plain_os_error(error, where) from error
+        except Exception as error:
+            # A KeyError for a header that was cut off, a number that is none, XML that ends too early: whatever boto3 raises for an answer
+            # that it does not understand. It says nothing of the object.
+            detail = f"{where}: {said(error)} (endpoint: {self._endpoint}); check the settings under s3"
+            raise StoreUnavailableError(detail) from error
 
     def _plain(self, error: ClientError, where: str) -> StoreError:
         code = _code(error)
-        if code == "NoSuchBucket" or (code in _MISSING and self._bucket_is_missing()):
-            return StoreUnavailableError(
+        if code == "NoSuchBucket" or (code in _MISSING and self._bucket_is_missing(where)):
+            return StoreMisconfiguredError(
                 f"the bucket {self._bucket!r} of {where} does not exist at {self._endpoint}: create it, or correct store.url"
             )
         if code in _MISSING:
             return ObjectNotFoundError(f"{where} does not exist")
         if code in _FULL:
             return StoreFullError(f"no space for {where} at {self._endpoint}: {error}")
-        if code in {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}:
-            return StoreUnavailableError(
+        if code in _CLOCK:
+            return StoreUnavailableError(f"{where}: the clock of this machine and that of {self._endpoint} differ ({code}): set the clock")
+        if code in _REFUSED:
+            return StoreMisconfiguredError(
                 f"{where}: {self._endpoint} refuses the credentials ({code}): "
                 "check s3.access_key_id, s3.secret_access_key and the bucket's policy"
             )
         return StoreUnavailableError(f"{where}: {error} (endpoint: {self._endpoint})")
 
-    def _bucket_is_missing(self) -> bool:
-        """A HEAD request's 404 has no body that would tell an object from a bucket."""
+    def _bucket_is_missing(self, where: str) -> bool:
+        """Whether a 404 means the bucket. A HEAD request's 404 has no body that would tell an object from a bucket.
+
+        Raises:
+            StoreUnavailableError: the server does not say.
+        """
         try:
             self._client.head_bucket(Bucket=self._bucket)
         except ClientError as error:
-            return _code(error) in {"NoSuchBucket", *_MISSING}
-        except BotoCoreError:
-            return False
+            if _code(error) in {"NoSuchBucket", *_MISSING}:
+                return True
+            if _code(error) in _REFUSED:  # credentials of objects only: the object's own answer counts
+                return False
+            raise StoreUnavailableError(f"{where}: whether its bucket exists is not known: {error} (endpoint: {self._endpoint})") from error
         return False
+
+
+def _check_whole(answer: Mapping[str, Any]) -> None:
+    """Refuse an answer whose headers were cut off: its body would end at once, and look like an empty object.
+
+    With a length, or in chunks, a body that is cut off raises by itself.
+    """
+    headers = answer["ResponseMetadata"]["HTTPHeaders"]
+    if "ContentLength" not in answer and headers.get("transfer-encoding", "").lower() != "chunked":
+        raise StoreUnavailableError("the answer was cut off: its headers name no length")
+
+
+def _check_page(page: Mapping[str, Any]) -> None:
+    """Refuse a list without a body, which boto3 takes for an empty one."""
+    if "IsTruncated" not in page:
+        raise StoreUnavailableError("the answer was cut off: it is no list")
 
 
 def _client(settings: S3Settings) -> "S3Client":
