@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import msgspec
 from typing_extensions import Buffer
 
+from headrace.gateway.received import ReceivedBody
 from headrace.gateway.training_jobs.faults import Faults
 
 # A quote always begins a match, also where its string never ends: no byte is looked at twice, so the search is linear.
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|-?Infinity|NaN|[\[\]{},:]', re.DOTALL)
 _AT = re.compile(r"\$\[(\d+)\]")
 _DEEPEST = 200
+_MOST_CONFIG_BYTES = 64 * 1024
 _NOT_NUMBERS = frozenset({b"NaN", b"Infinity", b"-Infinity"})
 
 
@@ -35,15 +37,22 @@ class _TooManyError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BodyHead:
+    """What a body says beside its groups."""
+
+    model_id: str
+    config: bytes
+    """JSON of the config; empty where there is none."""
+    split: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SplitBody:
     """The parts of a body."""
 
-    model_id: str
+    head: BodyHead
     groups: list[memoryview]
     """Their JSON."""
-    config: memoryview
-    """JSON of the config; empty where there is none."""
-    split: str | None
 
 
 def split(body: Buffer, most_groups: int, *, model_id: str | None = None) -> SplitBody:
@@ -75,12 +84,17 @@ def split(body: Buffer, most_groups: int, *, model_id: str | None = None) -> Spl
     groups = _groups(fields.trajectory_groups, most_groups, faults)
     said = _text(fields.split, "split", faults, needed=False)
     faults.check()
-    return SplitBody(
-        model_id=model_id or named or "",
-        groups=groups,
-        config=memoryview(b"") if _is_null(fields.experimental_config) else memoryview(fields.experimental_config),
-        split=said,
-    )
+    config = memoryview(b"") if _is_null(fields.experimental_config) else memoryview(fields.experimental_config)
+    if len(config) > _MOST_CONFIG_BYTES:
+        faults.add(["body", "experimental_config"], f"it has {len(config)} bytes, at most {_MOST_CONFIG_BYTES} are read", "too_long")
+        faults.check()
+    head = BodyHead(model_id=model_id or named or "", config=bytes(config), split=said)
+    return SplitBody(head=head, groups=groups)
+
+
+def head_of(body: ReceivedBody, most_groups: int, *, model_id: str | None = None) -> BodyHead:
+    """What a body says beside its groups; the rest as `split`."""
+    return split(body.buffer(), most_groups, model_id=model_id).head
 
 
 def _text(raw: msgspec.Raw, name: str, faults: Faults, *, needed: bool) -> str | None:
@@ -138,7 +152,7 @@ def _counted(most: int) -> type[msgspec.Struct]:
 
 
 def _not_numbers(body: Buffer) -> Iterator[list[str | int]]:
-    """Places of NaN and infinity in a text that is JSON but for them. The search goes through it token by token, and builds nothing of it."""
+    """Places of NaN and infinity in a text that is JSON but for them. The search reads tokens and builds nothing."""
     path: list[str | int] = []
     kinds: list[bytes] = []
     key: bytes | None = None

@@ -19,7 +19,6 @@ from headrace.gateway.log_writer import sealed
 from headrace.gateway.problems import FaultError, ProblemError, UnprocessableError
 from headrace.gateway.reach import Reach
 from headrace.gateway.tables import is_model
-from headrace.gateway.texts import Text
 from headrace.gateway.training_jobs.checkpoints import checkpoints_of
 from headrace.gateway.training_jobs.config import unreachable
 from headrace.gateway.training_jobs.seen import model_of
@@ -36,8 +35,8 @@ class ModelRequest(BaseModel):
 
     entity: str | None = None
     """Null: the account of the key."""
-    project: Text
-    name: Text
+    project: str
+    name: str
     base_model: str
     """Of the catalogue (`base_models` of the gateway's settings)."""
     return_existing: bool = False
