@@ -171,9 +171,7 @@ def _name_at(asked: _Asked, served: Served) -> str:
 
 async def _send(gate: Gate, served: Served, asked: _Asked) -> _Reply:
     body = asked.body.named(_name_at(asked, served))
-    request = gate.http.build_request(
-        "POST", f"{served.base_url}/{asked.path}", content=body, headers={"content-type": "application/json"}
-    )
+    request = gate.http.build_request("POST", f"{served.base_url}/{asked.path}", content=body, headers={"content-type": "application/json"})
     _busy[served.engine_id] += 1
     try:
         upstream = await gate.http.send(request, stream=True)

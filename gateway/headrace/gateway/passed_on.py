@@ -1,8 +1,8 @@
 """The body of a request that goes on to an engine: the few fields that the gateway reads, and the text with another `model` in it.
 
 Guarantees: time and memory grow with the length of the body, whatever it holds: nothing of it becomes an object but the model's name. What
-goes on is what the client sent, but for the model's name and, where log-probabilities of a conversation are asked for, two switches that the
-client did not set. Limitations: the rest is the engine's to check; a body that is to be kept (`parsed`) has at most `_MOST_KEPT_VALUES`.
+goes on is what the client sent, but for the model's name and, where log-probabilities of a conversation are asked for, two switches that
+the client did not set. Limitations: the engine checks the rest; a body that is to be kept (`parsed`) has at most `_MOST_KEPT_VALUES`.
 """
 
 from dataclasses import dataclass
