@@ -16,6 +16,7 @@ from headrace.core.settings import KafkaSettings, S3Settings, Settings, StoreSet
 from headrace.core.store import open_store, store_folder
 from headrace.schemas import topics
 from headrace.schemas.carried import CARRIED
+from headrace.schemas.deployments import DeploymentFact, deployment_key
 from headrace.schemas.envelope import header_text, open_record, seal
 from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished, alive_key
 
@@ -59,6 +60,11 @@ class Trainer:
         topic = self.settings.topic_names.weights
         key = published.model_id.encode()
         await self.producer.send_and_wait(topic, body if value == b"" else value, key=key, headers=headers, partition=lane)
+
+    async def fact(self, fact: DeploymentFact, value: bytes | None = b"") -> None:
+        body, headers = seal(fact, source="test")
+        topic, key = self.settings.topic_names.gateway, deployment_key(fact.account, fact.id).encode()
+        await self.producer.send_and_wait(topic, body if value == b"" else value, key=key, headers=headers)
 
     async def publish(self, version: int, folder: Path | None = None, **changes) -> WeightsPublished:
         published = await asyncio.to_thread(lambda: self.stored(version, folder, **changes))
@@ -297,6 +303,26 @@ async def test_a_deployment_takes_what_names_it_whatever_the_model(trainer, subs
         await trainer.publish(3, model_id="model-2", rollout_deployments=("blue",))
         await reach(subscriber, 3)
     assert engine.versions == [2, 3]
+
+
+def deployment_of(account: str, name: str = "blue") -> DeploymentFact:
+    return DeploymentFact(account=account, id=name, owner="somebody", base_model="base", request={})
+
+
+async def test_a_deployment_takes_the_versions_of_its_own_account_only(trainer, subscribe):
+    await trainer.publish(7, account="umbrella", rollout_deployments=("blue",))  # before anybody had the deployment
+    await trainer.fact(deployment_of("umbrella", "green"))
+    await trainer.fact(deployment_of("acme"))
+    engine = Engine()
+    async with subscribe(engine, model_id=None, deployment="blue") as subscriber:
+        await trainer.publish(8, account="umbrella", rollout_deployments=("blue",))
+        await trainer.publish(1, model_id="model-2", account="acme", rollout_deployments=("blue",))
+        await reach(subscriber, 1)
+        # The id changes hands.
+        await trainer.fact(deployment_of("acme"), value=None)
+        await trainer.fact(deployment_of("umbrella"))
+        await reach(subscriber, 8)
+    assert engine.versions == [1, 8]
 
 
 async def test_another_model_in_the_same_lane_is_left_alone(trainer, subscribe):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.core.models import create_model
 from headrace.schemas.base import utc_now
-from headrace.schemas.deployments import DeployedModel, deployed_model_key
+from headrace.schemas.deployments import DeployedModel, DeploymentFact, deployed_model_key, deployment_key
 from headrace.schemas.training import ModelSettings
 from headrace.schemas.weights import WeightsApplied, WeightsFailed
 
@@ -267,6 +267,20 @@ async def test_an_engine_of_a_deployment_serves_what_names_it(acks, site):
         assert ack.deployment == "blue"
         assert (await ask(engine, blue))["policy_version"] == 1
         await ask(engine, green, 404)
+
+
+async def test_an_engine_of_a_deployment_serves_models_of_its_account_only(acks, site):
+    foreign, own = [await site.create(uuid.uuid4().hex) for _ in range(2)]
+    for account in ("umbrella", "default"):
+        fact = DeploymentFact(account=account, id=f"of-{account}", owner="me", base_model="tiny", request={})
+        await site.fact(deployment_key(account, fact.id), fact)
+    for model_id, deployment in ((foreign, "of-umbrella"), (own, "of-default")):
+        await site.take_up(model_id)
+        await site.publish(model_id, 1, adapter(site.base, site.new_folder() / deployment, 1), rollout_deployments=(deployment,))
+    async with running(site, engine_id="o", deployment="of-default") as engine:
+        await acks.of(f"o:{own}", applied(1))
+    async with running(site, engine_id="u", deployment="of-umbrella") as engine:
+        await ask(engine, foreign, 404)
 
 
 async def test_an_engine_of_a_deployment_serves_what_it_is_asked_to_load_until_that_is_taken_back(acks, site):

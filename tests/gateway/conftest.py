@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 import pytest_asyncio
-import uvicorn
 
+from headrace.core.http_server import HEAD_SECONDS, server_config
 from headrace.core.settings import BaseModelEntry, GatewaySettings, KafkaSettings, Settings, StoreSettings, TopicSettings
 from headrace.core.topic_admin import apply
 from headrace.gateway.app import create_app
@@ -30,11 +30,11 @@ def gateway_settings(kafka: str, prefix: str, folder: Path, **gateway: object) -
 
 
 @asynccontextmanager
-async def running(settings: Settings, **client: object) -> AsyncIterator[httpx.AsyncClient]:
+async def running(settings: Settings, *, head_seconds: float = HEAD_SECONDS, **client: object) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway that answers, and a client of it; `client.gate` is its gate."""
     app = create_app(settings)
     gate: Gate = app.state.gate
-    server = Server(uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="off", log_config=None, access_log=False), gate)
+    server = Server(server_config(app, grace_seconds=20, head_seconds=head_seconds), gate)
     listener = bind(settings)
     async with gate:
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -189,7 +189,7 @@ async def test_commands_for_a_shadow_go_to_the_lane_of_the_model_that_it_shadows
     other = await create_model(first, project="tests", name=name_off_lane(made.model_id, "other"), model=TINY)
     with pytest.raises(ModelRefusedError, match=f"is a shadow of {source.model_id}: take another name"):
         await create_model(shadow, project="tests", name=name, model=TINY, shadow_of=other.model_id)
-    feed = WeightFeed(options, shadow.topic_names.weights, model_id=made.model_id, deployment=None, shadows=True)
+    feed = WeightFeed(options, shadow.topic_names, model_id=made.model_id, deployment=None, shadows=True)
     assert home in await feed.partitions()
 
 

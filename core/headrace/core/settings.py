@@ -161,11 +161,19 @@ class GatewaySettings(_Section):
     slots: int = Field(default=2, ge=1, le=16)
     """Transactions at a time."""
     max_body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
-    """Of a request; files of datasets are streamed and have a limit of their own."""
+    """Of a request that brings groups of trajectories; files of datasets are streamed and have a limit of their own."""
+    max_inference_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    """Of a request that goes on to an engine."""
     max_upload_bytes: int = Field(default=8 * 1024 * 1024 * 1024, ge=1024)
     """Of one file of a dataset."""
     max_groups: int = Field(default=5_000, ge=1)
-    """Groups of one job."""
+    """Groups of one job, or of one call that keeps groups."""
+    held_body_bytes: int = Field(default=1024 * 1024 * 1024, ge=64 * 1024)
+    """Bodies of all requests under way, in memory or in temporary files; one account has half of it at most. Beyond it 429."""
+    readers: int = Field(default=2, ge=1, le=64)
+    """Processes that read large JSON."""
+    reader_memory_bytes: int = Field(default=1024 * 1024 * 1024, ge=256 * 1024 * 1024)
+    """Memory of each of them; a body that needs more is refused (413). On Linux."""
     requests_per_minute: int = Field(default=6_000, ge=1)
     """Of one token; beyond it 429."""
     request_timeout_seconds: float = Field(default=60, gt=0)

@@ -5,17 +5,18 @@ with tokens, a request without one, or with a wrong one, is 401, and one token t
 that a token does not cover, are 404: `Caller.sees` says it. Gives up: limits across several gateways; each counts for itself.
 """
 
-import ipaddress
 from dataclasses import dataclass
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 from starlette.datastructures import Headers
 
+from headrace.core.http_server import host_of, is_foreign_page, is_loopback
 from headrace.gateway.gate import Gate, gate_of
 from headrace.gateway.problems import ProblemError, no_key
-from headrace.gateway.tokens import Tokens
+
+_KNOWN = "headrace.caller"
+"""Where the caller of a request is kept, once it is known: the door asks before it reads a body, and a handler asks again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,15 @@ async def identify(request: Request) -> Caller:
     """The caller of a request.
 
     Raises:
-        ProblemError: 401, 429.
+        ProblemError: 401, 403, 429.
     """
+    known: Caller | None = request.scope.get(_KNOWN)
+    if known is None:
+        known = request.scope[_KNOWN] = _identified(request)
+    return known
+
+
+def _identified(request: Request) -> Caller:
     gate: Gate = gate_of(request)
     if not gate.tokens.configured:
         _check_local(request)
@@ -63,31 +71,13 @@ def _check_local(request: Request) -> None:
     A name of its own that it has led to loopback stands in `Host`, and its address in `Origin`.
     """
     host = request.headers.get("host", "")
-    if not is_loopback(urlsplit(f"//{host}").hostname or ""):
+    if not is_loopback(host_of(host)):
         raise ProblemError(
             403, f"without tokens this gateway answers to localhost only, not to Host {host[:100]!r}: `headrace tokens create`"
         )
     origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != host:
-        raise ProblemError(403, f"without tokens no page of {origin[:100]!r} may call: `headrace tokens create`")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's own."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def is_known(tokens: Tokens, headers: Headers) -> bool:
-    """Whether a request with these headers is let in, or everybody is."""
-    if not tokens.configured:
-        return True
-    token = _token(headers)
-    return token is not None and tokens.find(token) is not None
+    if is_foreign_page(host, origin):
+        raise ProblemError(403, f"without tokens no page of {str(origin)[:100]!r} may call: `headrace tokens create`")
 
 
 def _token(headers: Headers) -> str | None:

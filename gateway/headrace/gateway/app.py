@@ -9,7 +9,6 @@ from fastapi import FastAPI
 
 from headrace.core.settings import GatewaySettings, KafkaSettings, Settings, StoreSettings
 from headrace.gateway import exchanges, health, inference, problems
-from headrace.gateway.access import is_known
 from headrace.gateway.access_log import AccessLog
 from headrace.gateway.body_limit import BodyLimit
 from headrace.gateway.dashboard import data, pages
@@ -41,7 +40,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(data.router)
     pages.install(app)
     describe(app)
-    app.add_middleware(BodyLimit, settings=settings.gateway, is_upload=_is_upload, is_known=lambda headers: is_known(gate.tokens, headers))
+    app.add_middleware(BodyLimit, settings=settings.gateway)
     app.add_middleware(AccessLog)
     return app
 
@@ -52,7 +51,3 @@ def openapi_json() -> str:
         kafka=KafkaSettings(bootstrap_servers="localhost:9092"), store=StoreSettings(url="file:///nowhere"), gateway=GatewaySettings()
     )
     return json.dumps(create_app(settings).openapi(), indent=1, ensure_ascii=False) + "\n"
-
-
-def _is_upload(path: str) -> bool:
-    return path.endswith(":upload") or "/uploads/" in path

@@ -1,7 +1,8 @@
 """Exchanges with a model that a caller asked to keep (`x-headrace-trajectory`): request and answer, in the object store, for its capture.
 
 Guarantees: nothing is kept unless asked; what is kept holds no header, so no key; exchanges of a trajectory come back in the order in which
-they were kept. A streamed answer is kept as the one that it adds up to. Gives up: expiry; they stay until they are deleted in the store.
+they were kept, and a key sees those of its projects only. A streamed answer is kept as the one that it adds up to. Gives up: expiry; they
+stay until they are deleted in the store.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import cramjam
 import orjson
 from fastapi import APIRouter
 
+from headrace.core.model_views import ModelView
 from headrace.core.store import ObjectStore
 from headrace.gateway.access import Caller, KnownCaller
 from headrace.gateway.gate import OpenGate
@@ -32,6 +34,8 @@ class Exchange(Record):
 
     trajectory: str
     model_id: str
+    project: str | None = None
+    """Of the model; only keys of this project see the exchange. Null in what older releases kept: keys of all projects see it."""
     policy_version: int
     request: dict[str, Any]
     response: dict[str, Any]
@@ -68,12 +72,21 @@ async def keep(store: ObjectStore, caller: Caller, exchange: Exchange) -> None:
 async def exchanges(gate: OpenGate, caller: KnownCaller, trajectory: str) -> Exchanges:
     """The exchanges of a trajectory that were kept, oldest first."""
     check_name(trajectory)
-    return Exchanges(data=tuple(await asyncio.to_thread(_read, gate.store, _folder(caller, trajectory))))
+    found = await asyncio.to_thread(_read, gate.store, _folder(caller, trajectory))
+    return Exchanges(data=tuple(exchange for exchange in found if _sees(caller, exchange)))
 
 
-def exchange_of(trajectory: str, model_id: str, version: int, request: dict[str, Any], response: dict[str, Any]) -> Exchange:
+def exchange_of(trajectory: str, model: ModelView, version: int, request: dict[str, Any], response: dict[str, Any]) -> Exchange:
     """An exchange that was made just now."""
-    return Exchange(trajectory=trajectory, model_id=model_id, policy_version=version, request=request, response=response, kept_at=utc_now())
+    return Exchange(
+        trajectory=trajectory,
+        model_id=model.model_id,
+        project=model.project,
+        policy_version=version,
+        request=request,
+        response=response,
+        kept_at=utc_now(),
+    )
 
 
 def assembled(chunks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -116,6 +129,10 @@ def _add_calls(calls: list[dict[str, Any]], parts: list[dict[str, Any]]) -> None
         calls[at] |= {key: value for key, value in part.items() if key not in {"function", "index"} and value is not None}
         for key, value in (part.get("function") or {}).items():
             calls[at]["function"][key] = calls[at]["function"].get(key, "") + (value or "")
+
+
+def _sees(caller: Caller, exchange: Exchange) -> bool:
+    return not caller.projects if exchange.project is None else caller.sees(caller.account, exchange.project)
 
 
 def _folder(caller: Caller, trajectory: str) -> str:

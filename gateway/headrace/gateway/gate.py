@@ -12,6 +12,7 @@ from headrace.core.store import ObjectStore, open_store
 from headrace.gateway.log_view import LogView
 from headrace.gateway.log_writer import LogWriter
 from headrace.gateway.pace import Pace
+from headrace.gateway.readers import Readers
 from headrace.gateway.tokens import Tokens
 
 
@@ -28,6 +29,7 @@ class Gate:
         self.tokens = Tokens(settings.gateway)
         self.view = LogView(settings)
         self.writer = LogWriter(settings, self.view)
+        self.readers = Readers(settings.gateway)
         self.store: ObjectStore = open_store(settings.store.url, settings.s3)
         self.http = httpx.AsyncClient(
             timeout=httpx.Timeout(settings.gateway.inference_timeout_seconds, connect=5.0),
@@ -42,6 +44,7 @@ class Gate:
     async def __aenter__(self) -> "Gate":
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.http)
+            await stack.enter_async_context(self.readers)
             await stack.enter_async_context(self.view)
             await stack.enter_async_context(self.writer)
             self._stack = stack.pop_all()

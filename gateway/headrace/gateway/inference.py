@@ -25,8 +25,10 @@ from headrace.core.kafka import KafkaUnavailableError
 from headrace.core.model_views import ModelView
 from headrace.core.models import model_id_of
 from headrace.gateway.access import Caller, KnownCaller
+from headrace.gateway.body_limit import Body, takes
 from headrace.gateway.exchanges import HEADER, assembled, check_name, exchange_of, keep
 from headrace.gateway.gate import Gate, OpenGate
+from headrace.gateway.passed_on import PassedOn, read_passed_on
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.served_names import named_version
 from headrace.gateway.serving import (
@@ -58,11 +60,12 @@ class _Asked:
     """A request that is good enough to be passed on."""
 
     path: str
-    body: dict[str, Any]
+    body: PassedOn
     name: str
     wanted: Wanted
     model: ModelView
-    trajectory: str | None
+    kept: tuple[str, dict[str, Any]] | None
+    """The trajectory that the exchange is kept for, and the request; None: it is not kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,7 @@ class _Reply:
 @router.post("/v1/chat/completions")
 @router.post("/v1/chat/completions/", include_in_schema=False)
 @router.post("/inference/v1/chat/completions", include_in_schema=False)
+@takes(Body.INFERENCE)
 async def chat_completions(request: Request, gate: OpenGate, caller: KnownCaller) -> Response:
     """OpenAI chat completions, answered by a rollout engine of the model."""
     return await _pass_on(request, gate, caller, "chat/completions")
@@ -91,6 +95,7 @@ async def chat_completions(request: Request, gate: OpenGate, caller: KnownCaller
 
 @router.post("/v1/completions")
 @router.post("/inference/v1/completions", include_in_schema=False)
+@takes(Body.INFERENCE)
 async def completions(request: Request, gate: OpenGate, caller: KnownCaller) -> Response:
     """OpenAI completions, answered by a rollout engine of the model."""
     return await _pass_on(request, gate, caller, "completions")
@@ -99,7 +104,7 @@ async def completions(request: Request, gate: OpenGate, caller: KnownCaller) -> 
 async def _pass_on(request: Request, gate: Gate, caller: Caller, path: str) -> Response:
     with suppress(KafkaUnavailableError):  # an engine may answer all the same
         await gate.view.fresh(_FRESH_SECONDS)
-    asked = _read(gate, caller, await request.body(), path, request.headers.get(HEADER))
+    asked = await _read(gate, caller, request, path)
     tried: list[str] = []
     for served in await _candidates(gate, asked):
         try:
@@ -117,28 +122,14 @@ async def _pass_on(request: Request, gate: Gate, caller: Caller, path: str) -> R
     raise ProblemError(503, _nobody(gate, asked, tried))
 
 
-def _read(gate: Gate, caller: Caller, raw: bytes, path: str, trajectory: str | None) -> _Asked:
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise ProblemError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ProblemError(400, "the body must be a JSON object")
-    name = body.get("model")
-    if not isinstance(name, str) or not name:
-        raise ProblemError(400, "model: missing; name it as wandb-artifact:///entity/project/name, with :stepN for a version")
-    wanted, model = find_model(gate, caller, name)
-    if body.get("logprobs") and path == "chat/completions":
-        # Without the ids nothing can be trained on: text does not say which tokens it was.
-        body = {"return_tokens_as_token_ids": True, "return_token_ids": True} | body
-    return _Asked(
-        path=path,
-        body=body,
-        name=name,
-        wanted=wanted,
-        model=model,
-        trajectory=None if trajectory is None else check_name(trajectory),
-    )
+async def _read(gate: Gate, caller: Caller, request: Request, path: str) -> _Asked:
+    # Without the ids nothing can be trained on.
+    body = await asyncio.to_thread(read_passed_on, await request.body(), with_ids=path == "chat/completions")
+    wanted, model = find_model(gate, caller, body.model)
+    kept = None
+    if (trajectory := request.headers.get(HEADER)) is not None:
+        kept = (check_name(trajectory), await asyncio.to_thread(body.parsed))
+    return _Asked(path=path, body=body, name=body.model, wanted=wanted, model=model, kept=kept)
 
 
 def find_model(gate: Gate, caller: Caller, name: str) -> tuple[Wanted, ModelView]:
@@ -195,10 +186,8 @@ def _name_at(asked: _Asked, served: Served) -> str:
 
 
 async def _send(gate: Gate, served: Served, asked: _Asked) -> _Reply:
-    body = asked.body | {"model": _name_at(asked, served)}
-    request = gate.http.build_request(
-        "POST", f"{served.base_url}/{asked.path}", content=orjson.dumps(body), headers={"content-type": "application/json"}
-    )
+    body = asked.body.named(_name_at(asked, served))
+    request = gate.http.build_request("POST", f"{served.base_url}/{asked.path}", content=body, headers={"content-type": "application/json"})
     _busy[served.engine_id] += 1
     try:
         upstream = await gate.http.send(request, stream=True)
@@ -222,8 +211,7 @@ async def _answer(gate: Gate, caller: Caller, asked: _Asked, reply: _Reply) -> R
     if upstream.status_code != 200:
         return Response(content, upstream.status_code, headers, media_type="application/json")
     answer = _marked(asked, orjson.loads(content), version)
-    if asked.trajectory is not None:
-        await keep(gate.store, caller, exchange_of(asked.trajectory, asked.model.model_id, version, asked.body, answer))
+    await _keep(gate, caller, asked, answer, version)
     return Response(orjson.dumps(answer), 200, headers, media_type="application/json")
 
 
@@ -235,11 +223,12 @@ async def _stream(gate: Gate, caller: Caller, asked: _Asked, reply: _Reply) -> A
             async for line in reply.upstream.aiter_lines():
                 data = line.removeprefix("data:").strip()
                 if data == "[DONE]":
-                    await _keep_stream(gate, caller, asked, chunks, reply.version)
+                    if asked.kept is not None:
+                        await _keep(gate, caller, asked, assembled(chunks), reply.version)
                     yield b"data: [DONE]\n\n"
                 elif line.startswith("data:"):
                     chunk = _marked(asked, orjson.loads(data), reply.version)
-                    if asked.trajectory is not None:
+                    if asked.kept is not None:
                         chunks.append(chunk)
                     yield b"data: " + orjson.dumps(chunk) + b"\n\n"
         except (httpx.HTTPError, orjson.JSONDecodeError, HeadraceError) as error:
@@ -248,9 +237,10 @@ async def _stream(gate: Gate, caller: Caller, asked: _Asked, reply: _Reply) -> A
             yield b"data: " + orjson.dumps({"error": {"message": said, "type": "server_error", "code": 502}}) + b"\n\n"
 
 
-async def _keep_stream(gate: Gate, caller: Caller, asked: _Asked, chunks: list[dict[str, Any]], version: int) -> None:
-    if asked.trajectory is not None:
-        await keep(gate.store, caller, exchange_of(asked.trajectory, asked.model.model_id, version, asked.body, assembled(chunks)))
+async def _keep(gate: Gate, caller: Caller, asked: _Asked, answer: dict[str, Any], version: int) -> None:
+    if asked.kept is not None:
+        trajectory, request = asked.kept
+        await keep(gate.store, caller, exchange_of(trajectory, asked.model, version, request, answer))
 
 
 def _marked(asked: _Asked, answer: dict[str, Any], version: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ Family = Literal["training-jobs", "rlor", "inference"]
 _RLOR = ("/v1/accounts", "/training/", "/hot_load/", "/v1/models/hot_load")
 _INFERENCE = ("/v1/chat", "/v1/completions", "/inference/")
 _ABORTED = 10
+_MOST_FAULTS = 101
 # google.rpc.Code by HTTP status.
 _CODES = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 412: 9, 413: 11, 422: 3, 425: 9, 429: 8, 499: 1, 500: 13, 501: 12, 503: 14, 504: 4}
 FAILED_PRECONDITION = 9
@@ -84,6 +85,9 @@ class FaultError(HeadraceError):
         self.msg = msg
         self.type = type
 
+    def __reduce__(self) -> tuple[type["FaultError"], tuple[object, ...]]:
+        return FaultError, (self.loc, self.msg, self.type)
+
 
 class UnprocessableError(Exception):
     """A body with faults: 422 in the training-jobs API, 400 elsewhere."""
@@ -91,6 +95,9 @@ class UnprocessableError(Exception):
     def __init__(self, faults: Sequence[FaultError]) -> None:
         super().__init__("; ".join(map(str, faults)))
         self.faults = list(faults)
+
+    def __reduce__(self) -> tuple[type["UnprocessableError"], tuple[object, ...]]:
+        return UnprocessableError, (self.faults,)
 
 
 def install(app: FastAPI) -> None:
@@ -102,11 +109,12 @@ def install(app: FastAPI) -> None:
 
     async def unprocessable(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, UnprocessableError)  # noqa: S101 - narrows the type
-        return _faults(request.url.path, error.faults)
+        return faults_answer(request.url.path, error.faults)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)  # noqa: S101 - narrows the type
-        return _faults(request.url.path, [FaultError(item["loc"], item["msg"], item["type"]) for item in error.errors()])
+        items = error.errors()[:_MOST_FAULTS]
+        return faults_answer(request.url.path, [FaultError(item["loc"], item["msg"], item["type"]) for item in items])
 
     async def plain(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)  # noqa: S101 - narrows the type
@@ -152,7 +160,9 @@ def answer(path: str, problem: ProblemError) -> JSONResponse:
     return JSONResponse(body, status_code=problem.status, headers=problem.headers)
 
 
-def _faults(path: str, faults: Sequence[FaultError]) -> JSONResponse:
+def faults_answer(path: str, faults: Sequence[FaultError]) -> JSONResponse:
+    """Faults of a body in the shape of the API that `path` belongs to; the first `_MOST_FAULTS` of them."""
+    faults = faults[:_MOST_FAULTS]
     if family_of(path) != "training-jobs":
         said = "; ".join(f"{'.'.join(str(part) for part in fault.loc if part != 'body') or 'body'}: {fault.msg}" for fault in faults)
         return answer(path, ProblemError(400, said))

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import uvicorn
 
 from headrace.core.errors import HeadraceError
+from headrace.core.http_server import is_loopback, server_config
 from headrace.core.settings import Settings
-from headrace.gateway.access import is_loopback
 from headrace.gateway.app import create_app
 from headrace.gateway.gate import Gate
 from headrace.gateway.rlor.tracking import tracking
@@ -67,12 +67,9 @@ async def serve(settings: Settings, listener: socket.socket, *, ready: Callable[
     """
     app = create_app(settings)
     gate: Gate = app.state.gate
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_SECONDS, server_header=False
-    )
     async with gate, tracking(gate):
         ready()
-        await Server(config, gate).serve(sockets=[listener])
+        await Server(server_config(app, grace_seconds=_GRACE_SECONDS), gate).serve(sockets=[listener])
 
 
 class Server(uvicorn.Server):

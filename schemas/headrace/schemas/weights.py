@@ -53,7 +53,9 @@ class WeightsPublished(Record):
     digest: str
     files: tuple[StoredFile, ...]
     rollout_deployments: tuple[str, ...] = ()
-    """Deployments that are asked to load it; an engine that follows the model by itself needs none."""
+    """Deployments that are asked to load it, of the model's account; an engine that follows the model by itself needs none."""
+    account: str | None = None
+    """Of the model; null in records of releases that did not say it."""
     published_at: datetime = Field(default_factory=utc_now)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from aiokafka import ConsumerRecord
 
+from headrace.consumers.weights.deployment_owner import DeploymentOwner
 from headrace.consumers.weights.target import WeightTarget
 from headrace.core.commands import commands_through
 from headrace.core.errors import HeadraceError
@@ -67,7 +68,7 @@ class ModelWatch:
         settings: Kafka and topics.
         base_model: Name in the catalogue.
         models: Only these ids; empty: all.
-        deployment: Only models of which a version names it, or that it was asked to load; None: all.
+        deployment: Only models of its account of which a version names it, or that it was asked to load; None: all.
         client_id: Of the Kafka client.
     """
 
@@ -81,7 +82,8 @@ class ModelWatch:
         self._deployment = deployment
         self._lanes: dict[int, _Lane] = defaultdict(_Lane)
         self._targets: dict[str, WeightTarget] = {}
-        self._requests: dict[bytes, WeightsPublished] = {}
+        self._owner = None if deployment is None else DeploymentOwner(deployment)
+        self._requests: dict[bytes, HotLoad | DeployedModel] = {}
         """What the deployment was asked to load, by the key of the request."""
         self.caught_up = asyncio.Event()
         """Set once all that was written at the start has been read."""
@@ -129,6 +131,8 @@ class ModelWatch:
                 self._targets[model_id].observe([record])
             elif record.topic == self._topics.gateway:
                 self._ask(record)
+                if self._owner is not None:
+                    self._owner.observe([record])
         if self.caught_up.is_set():
             self.changed.set()
 
@@ -153,12 +157,12 @@ class ModelWatch:
         fact = kept_or_none(record, FACTS)
         removed = isinstance(fact, DeployedModel) and fact.removed_at is not None
         if isinstance(fact, HotLoad | DeployedModel) and fact.deployment == self._deployment and not removed:
-            self._requests[record.key] = fact.published
+            self._requests[record.key] = fact
 
     def _published(self, view: ModelView) -> WeightsPublished | None:
         target = self._targets.get(view.model_id)
-        said = [] if target is None or target.target is None else [target.target]
-        said += [request for request in self._requests.values() if request.model_id == view.model_id]
+        said = [] if target is None or target.target is None or not self._is_owned(view.account) else [target.target]
+        said += [request for request in self._requested() if request.model_id == view.model_id]
         of_now = [published for published in said if published.incarnation == view.incarnation]
         return max(of_now, key=lambda published: published.policy_version, default=None)
 
@@ -173,7 +177,14 @@ class ModelWatch:
 
     def _is_requested(self, view: ModelView) -> bool:
         wanted = (view.model_id, view.incarnation)
-        return any((request.model_id, request.incarnation) == wanted for request in self._requests.values())
+        return any((request.model_id, request.incarnation) == wanted for request in self._requested())
+
+    def _requested(self) -> list[WeightsPublished]:
+        """What the deployment's own account asks for."""
+        return [request.published for request in self._requests.values() if self._is_owned(request.account)]
+
+    def _is_owned(self, account: str) -> bool:
+        return self._owner is None or self._owner.account in {None, account}
 
     async def _tell_when_caught_up(self) -> None:
         await self.caught_up.wait()

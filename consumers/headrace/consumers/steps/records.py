@@ -67,6 +67,7 @@ def committed_step(run: ModelRun, lane: int, outcome: StepOutcome) -> CommittedS
         digest=stored.weights.digest,
         files=stored.weights_manifest.files,
         rollout_deployments=outcome.asked.rollout_deployments,
+        account=run.state.account,
     )
     return CommittedStep(
         model_id=record.model_id,

@@ -35,7 +35,7 @@ class WeightSubscriber:
         adapter: How weights get into the engine.
         engine_id: Name of the engine: key of its acks.
         model_id: Follow this model.
-        deployment: Follow whatever names this deployment. Exactly one of the two.
+        deployment: Follow whatever names this deployment, and is of its account. Exactly one of the two.
         base_url: Where the engine answers; in the acks.
         cache_dir: Folder for downloads, the engine's own. None: `.headrace/engines/<engine id>`.
         keep_versions: Downloaded versions that are kept there.
@@ -57,7 +57,7 @@ class WeightSubscriber:
     ) -> None:
         options = client_options(settings.kafka, f"headrace-weights-{engine_id}")
         shadows = settings.worker.shadow_prefix is not None
-        self._feed = WeightFeed(options, settings.topic_names.weights, model_id=model_id, deployment=deployment, shadows=shadows)
+        self._feed = WeightFeed(options, settings.topic_names, model_id=model_id, deployment=deployment, shadows=shadows)
         root = cache_dir or Path(".headrace") / "engines" / quote(engine_id, safe="")
         self._cache = WeightCache(open_store(settings.store.url, settings.s3), root, keep_versions)
         self._acks = AckTopic(options, settings.topic_names.weight_acks, engine_id)
@@ -98,9 +98,9 @@ class WeightSubscriber:
         Raises:
             KafkaUnavailableError: Kafka can't be reached, or has no `weights` topic.
         """
-        partitions = await self._feed.partitions()
+        runs = await self._feed.runs()
         await self._acks.start()
-        self._tasks = [asyncio.create_task(self._feed.run(partition)) for partition in partitions]
+        self._tasks = [asyncio.create_task(run) for run in runs]
         self._tasks.append(asyncio.create_task(self._applier.run()))
         for task in self._tasks:
             task.add_done_callback(self._wake_waiters)

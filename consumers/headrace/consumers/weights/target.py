@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from aiokafka import ConsumerRecord
 
+from headrace.consumers.weights.deployment_owner import DeploymentOwner
 from headrace.core.kept import kept_or_none
 from headrace.schemas.weights import WeightsPublished
 
@@ -22,11 +23,15 @@ class WeightTarget:
     Args:
         model_id: Only this model; None: any.
         deployment: Only what names this deployment; None: all.
+        owner: Whose the deployment is; None: it is not asked.
     """
 
-    def __init__(self, *, model_id: str | None = None, deployment: str | None = None) -> None:
+    def __init__(self, *, model_id: str | None = None, deployment: str | None = None, owner: DeploymentOwner | None = None) -> None:
         self._model_id = model_id
         self._deployment = deployment
+        self._owner = owner
+        self._named: dict[str, WeightsPublished] = {}
+        """The latest of each model that concerns it, whoever the owner is."""
         self._latest: WeightsPublished | None = None
         self.target: WeightsPublished | None = None
         """What should be served; None: nothing was published, or the model was deleted."""
@@ -49,9 +54,25 @@ class WeightTarget:
                 self._forget(record)
                 continue
             published = kept_or_none(record, (WeightsPublished,))
-            if isinstance(published, WeightsPublished) and self._concerns(published) and self._is_newer(published):
-                self._latest = self.target = published
-                self.deleted = False
+            if isinstance(published, WeightsPublished) and self._concerns(published):
+                self._named[published.model_id] = published
+                self._consider(published)
+        self._tell_since(before)
+
+    def reconsider(self) -> None:
+        """The deployment's owner is another one now."""
+        before = (self.target, self.deleted)
+        self._latest = self.target = None
+        for published in sorted(self._named.values(), key=lambda published: published.published_at):
+            self._consider(published)
+        self._tell_since(before)
+
+    def _consider(self, published: WeightsPublished) -> None:
+        if (self._owner is None or self._owner.allows(published.account)) and self._is_newer(published):
+            self._latest = self.target = published
+            self.deleted = False
+
+    def _tell_since(self, before: tuple[WeightsPublished | None, bool]) -> None:
         if (self.target, self.deleted) != before:
             self.changed.set()
 
@@ -73,6 +94,8 @@ class WeightTarget:
         return published.policy_version > latest.policy_version
 
     def _forget(self, record: ConsumerRecord) -> None:
+        if record.key is not None:
+            self._named.pop(record.key.decode(errors="replace"), None)
         followed = self._model_id
         if followed is None and self._latest is not None:
             followed = self._latest.model_id

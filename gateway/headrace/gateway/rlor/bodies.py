@@ -1,7 +1,7 @@
 """Bodies as the API takes them: an object, or nothing at all, whatever the content type says.
 
 Guarantees: every fault is named with its place, in the client's own spelling; a value is never echoed by us beyond what a rule says of it.
-Gives up: bodies that are large; those are uploads.
+Limitations: bodies are small (`body_limit.py`): a job's record fits into a record of Kafka.
 """
 
 from typing import Any, TypeVar
@@ -12,9 +12,6 @@ from pydantic import BaseModel, ValidationError
 
 from headrace.gateway.problems import FaultError, ProblemError, UnprocessableError
 
-_MOST_BYTES = 256 * 1024
-"""A job's record must fit into a record of Kafka."""
-
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -22,17 +19,10 @@ async def object_of(request: Request) -> dict[str, Any]:
     """The body's object; no body and `null` are `{}`. Null fields are as if absent.
 
     Raises:
-        ProblemError: 400, 413.
+        ProblemError: 400.
     """
     body = await request.body()
-    if len(body) > _MOST_BYTES:
-        raise ProblemError(413, f"the body has {len(body)} bytes, at most {_MOST_BYTES} are read here: data belongs into a dataset")
-    if not body.strip():
-        return {}
-    try:
-        raw = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ProblemError(400, f"the body is no JSON: {error}") from None
+    raw = orjson.loads(body) if body.strip() else None  # that it is JSON, and small, the door has seen (`body_limit.py`)
     if raw is None:
         return {}
     if not isinstance(raw, dict):

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
+from headrace.gateway.body_limit import Body, takes
 from headrace.gateway.gate import OpenGate
 from headrace.gateway.log_writer import OvertakenError, Sealed
 from headrace.gateway.problems import ProblemError
@@ -33,7 +34,6 @@ from headrace.gateway.rlor.names import OwnAccount, check_id
 from headrace.gateway.rlor.s3_datasets import check_url
 from headrace.gateway.rlor.signed_uploads import SignedUpload, check_upload, upload_url
 from headrace.gateway.rlor.wire import Empty, Int64, Status, Timestamp, Wire
-from headrace.gateway.texts import Text
 from headrace.schemas.base import utc_now
 from headrace.schemas.rlor_resources import DatasetFact, dataset_file_key, dataset_key
 
@@ -69,7 +69,7 @@ class DatasetObject(Wire):
     status: Status | None = None
     format: Format = "FORMAT_UNSPECIFIED"
     example_count: Int64 | None = Field(default=None, ge=0)
-    external_url: Text | None = None
+    external_url: str | None = None
     user_uploaded: UserUploaded | None = None
 
 
@@ -157,6 +157,7 @@ async def list_datasets(
 
 
 @router.post("/{dataset}:upload", openapi_extra=_MULTIPART)
+@takes(Body.UPLOAD)
 async def upload(account: str, dataset: str, request: Request, caller: OwnAccount, gate: OpenGate) -> Uploaded:  # noqa: ARG001 - checks
     """Upload the dataset's file, as part `file` of a multipart body. The dataset is READY then."""
     found = find_dataset(await gate.view.fresh(), account, dataset)
@@ -194,6 +195,7 @@ async def get_upload_endpoint(
 
 
 @router.put("/{dataset}/uploads/{name}", openapi_extra=_BYTES)
+@takes(Body.SIGNED_UPLOAD)
 async def put_file(
     *, account: str, dataset: str, name: str, size: int, expires: int, signature: str, request: Request, gate: OpenGate
 ) -> Empty:

@@ -22,7 +22,7 @@ from headrace.gateway.job_records import job_records
 from headrace.gateway.log_writer import Sealed, Turn
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.dataset_facts import ready_dataset
-from headrace.gateway.rlor.deployment_facts import snapshot_folder
+from headrace.gateway.rlor.deployment_facts import is_of_another, snapshot_folder
 from headrace.gateway.rlor.job_facts import find_job
 from headrace.gateway.rlor.job_fields import JobFields
 from headrace.gateway.rlor.job_rules import reward_weights, step_config
@@ -105,6 +105,7 @@ async def prepare(gate: Gate, tables: Tables, fact: RlorJob, fields: JobFields, 
     config = step_config(fields, staged.size, staged.samples)
     if reference is not None:
         config = config.model_copy(update={"kl_ref_logprobs": reference})
+    _check_deployments(tables, account, fields)
     snapshots = snapshot_folder(tables, account, fact.id, fields.hot_load_deployment_id)
     content = hashlib.sha256(orjson.dumps([data.dataset.fact.incarnation, output])).hexdigest()
     records: list[Sealed] = []
@@ -183,6 +184,18 @@ async def write_job(
 
     turn = Turn.while_unchanged(fact.account, facts, {**named, key: before})
     await gate.writer.commit([*records, fact_record(gate, fact)], is_in=is_in, turn=turn)
+
+
+def _check_deployments(tables: Tables, account: str, fields: JobFields) -> None:
+    """Refuse to publish into what has become another account's since the job was made."""
+    for field, name in (("rolloutDeploymentName", fields.rollout_deployment_name), ("hotLoadDeploymentId", fields.hot_load_deployment_id)):
+        if name and is_of_another(tables, account, name):
+            raise ProblemError(
+                400,
+                f"{field}: {name_of(account, 'deployments', name)} does not exist, and its id is taken: make a job that names another "
+                "deployment",
+                code=FAILED_PRECONDITION,
+            )
 
 
 def _access(gate: Gate, fact: RlorJob) -> S3Settings | None:

@@ -1,7 +1,8 @@
 """The body of a training job, split without being parsed: a job of 50 MB is never 50 MB of Python objects.
 
-Guarantees: the text of each group is a view into the one buffer that was received; NaN and infinity, which JSON has not, are named with
-their places. Gives up: whether a group is one; that is read group by group.
+Guarantees: the text of each group is a view into the one buffer that was received; time and memory grow with the length of the body and the
+number of groups that a job may have, whatever else the body holds. The places of NaN and infinity, which JSON does not have, are named.
+Limitations: of elements that are no objects the first is named; the groups themselves are read one by one, elsewhere.
 """
 
 import re
@@ -9,12 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
-from fastapi import Request
+from typing_extensions import Buffer
 
-from headrace.gateway.problems import ProblemError
+from headrace.gateway.received import ReceivedBody
 from headrace.gateway.training_jobs.faults import Faults
 
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|-?Infinity|NaN|[\[\]{},:]', re.DOTALL)
+# A quote always begins a match, also where its string never ends: no byte is looked at twice, so the search is linear.
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|-?Infinity|NaN|[\[\]{},:]', re.DOTALL)
+_AT = re.compile(r"\$\[(\d+)\]")
+_DEEPEST = 200
+_MOST_CONFIG_BYTES = 64 * 1024
 _NOT_NUMBERS = frozenset({b"NaN", b"Infinity", b"-Infinity"})
 
 
@@ -27,37 +32,35 @@ class _Fields(msgspec.Struct):
     split: msgspec.Raw = msgspec.Raw()
 
 
+class _TooManyError(ValueError):
+    """More groups than a job may have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitBody:
-    """The parts of a body."""
+class BodyHead:
+    """What a body says beside its groups."""
 
     model_id: str
-    groups: list[memoryview]
-    """Their JSON."""
-    config: memoryview
+    config: bytes
     """JSON of the config; empty where there is none."""
     split: str | None
 
 
-async def received(request: Request) -> bytearray:
-    """The whole body, once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitBody:
+    """The parts of a body."""
 
-    Raises:
-        ProblemError: 415, it is compressed.
-    """
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise ProblemError(415, "the body must not be compressed: leave Content-Encoding out")
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-    return body
+    head: BodyHead
+    groups: list[memoryview]
+    """Their JSON."""
 
 
-def split(body: bytearray, *, model_id: str | None = None) -> SplitBody:
+def split(body: Buffer, most_groups: int, *, model_id: str | None = None) -> SplitBody:
     """Take a body apart.
 
     Args:
         body: As received.
+        most_groups: That a job may have.
         model_id: Of the path, where it says it: the body then need not.
 
     Raises:
@@ -78,15 +81,20 @@ def split(body: bytearray, *, model_id: str | None = None) -> SplitBody:
             faults.add(["body"], f"not JSON: {error}", "json_invalid")
     faults.check()
     named = _text(fields.model_id, "model_id", faults, needed=model_id is None)
-    groups = _list(fields.trajectory_groups, faults)
+    groups = _groups(fields.trajectory_groups, most_groups, faults)
     said = _text(fields.split, "split", faults, needed=False)
     faults.check()
-    return SplitBody(
-        model_id=model_id or named or "",
-        groups=groups,
-        config=memoryview(b"") if _is_null(fields.experimental_config) else memoryview(fields.experimental_config),
-        split=said,
-    )
+    config = memoryview(b"") if _is_null(fields.experimental_config) else memoryview(fields.experimental_config)
+    if len(config) > _MOST_CONFIG_BYTES:
+        faults.add(["body", "experimental_config"], f"it has {len(config)} bytes, at most {_MOST_CONFIG_BYTES} are read", "too_long")
+        faults.check()
+    head = BodyHead(model_id=model_id or named or "", config=bytes(config), split=said)
+    return SplitBody(head=head, groups=groups)
+
+
+def head_of(body: ReceivedBody, most_groups: int, *, model_id: str | None = None) -> BodyHead:
+    """What a body says beside its groups; the rest as `split`."""
+    return split(body.buffer(), most_groups, model_id=model_id).head
 
 
 def _text(raw: msgspec.Raw, name: str, faults: Faults, *, needed: bool) -> str | None:
@@ -107,20 +115,44 @@ def _is_null(raw: msgspec.Raw) -> bool:
     return len(view) == 4 and bytes(view) == b"null"
 
 
-def _list(raw: msgspec.Raw, faults: Faults) -> list[memoryview]:
+def _groups(raw: msgspec.Raw, most: int, faults: Faults) -> list[memoryview]:
     view = memoryview(raw)
+    loc: list[str | int] = ["body", "trajectory_groups"]
     if not view:
-        faults.add(["body", "trajectory_groups"], "Field required", "missing")
+        faults.add(loc, "Field required", "missing")
         return []
     try:
+        # The first pass counts and keeps nothing: without it, a list of a million elements would be a million views.
+        msgspec.json.decode(view, type=list[_counted(most)])  # type: ignore[misc]  # a type of this call
         return [memoryview(item) for item in msgspec.json.decode(view, type=list[msgspec.Raw])]
-    except msgspec.MsgspecError:
-        faults.add(["body", "trajectory_groups"], "Input should be a valid list", "list_type")
-        return []
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, _TooManyError):
+            faults.add(loc, f"more than {most} groups: a job has {most} at most (gateway.max_groups)", "too_long")
+        elif (found := _AT.search(str(error))) is not None:
+            faults.add([*loc, int(found[1])], "Input should be an object", "dict_type")
+        else:
+            faults.add(loc, "Input should be a valid list", "list_type")
+    except (msgspec.DecodeError, RecursionError) as error:
+        faults.add(loc, f"not JSON: {error}", "json_invalid")
+    return []
 
 
-def _not_numbers(body: bytearray) -> Iterator[list[str | int]]:
-    """Places of NaN and infinity in a text that is JSON but for them. Goes through it token by token: nothing of it is built."""
+def _counted(most: int) -> type[msgspec.Struct]:
+    """A type that takes any JSON object, and no more than so many of them."""
+    left = most
+
+    class Counted(msgspec.Struct):
+        def __post_init__(self) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise _TooManyError
+
+    return Counted
+
+
+def _not_numbers(body: Buffer) -> Iterator[list[str | int]]:
+    """Places of NaN and infinity in a text that is JSON but for them. The search reads tokens and builds nothing."""
     path: list[str | int] = []
     kinds: list[bytes] = []
     key: bytes | None = None
@@ -129,6 +161,8 @@ def _not_numbers(body: bytearray) -> Iterator[list[str | int]]:
         if token in _NOT_NUMBERS:
             yield list(path)
         elif token in b"{[":
+            if len(path) == _DEEPEST:
+                return
             kinds.append(token)
             path.append("" if token == b"{" else 0)
         elif token in b"}]":

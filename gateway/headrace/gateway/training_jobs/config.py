@@ -21,7 +21,6 @@ from headrace.schemas.parsing import load_json, shown
 from headrace.schemas.training import TrainConfig, contradictions, row_length_problem
 
 _LOC = ["body", "experimental_config"]
-_MOST_BYTES = 64 * 1024
 _MOST_NAMED = 50
 
 
@@ -33,7 +32,7 @@ class JobConfig:
     warnings: tuple[str, ...] = ()
 
 
-def read_config(text: memoryview, reach: Reach, model: ModelView, faults: Faults) -> JobConfig:
+def read_config(text: bytes, reach: Reach, model: ModelView, faults: Faults) -> JobConfig:
     """Read a config.
 
     Args:
@@ -43,9 +42,6 @@ def read_config(text: memoryview, reach: Reach, model: ModelView, faults: Faults
         faults: Takes what is wrong.
     """
     if not text:
-        return JobConfig(config=None)
-    if len(text) > _MOST_BYTES:
-        faults.add(_LOC, f"it has {len(text)} bytes, at most {_MOST_BYTES} are read", "too_long")
         return JobConfig(config=None)
     try:
         raw = load_json(text)

@@ -6,7 +6,6 @@ neither; it is a new job.
 """
 
 import asyncio
-import hashlib
 import uuid
 import weakref
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from fastapi import Request
 
 from headrace.gateway.access import Caller
 from headrace.gateway.problems import ProblemError
+from headrace.gateway.received import ReceivedBody
 from headrace.gateway.tables import Tables
 from headrace.schemas.gateway import GatewayJob, job_key
 
@@ -63,7 +63,7 @@ class Identity:
         return lock
 
 
-async def identity_of(request: Request, caller: Caller, api: Literal["training-jobs", "rlor"], body: bytes | bytearray) -> Identity:
+async def identity_of(request: Request, caller: Caller, api: Literal["training-jobs", "rlor"], body: ReceivedBody) -> Identity:
     """Of a request to make a job.
 
     Raises:
@@ -74,16 +74,10 @@ async def identity_of(request: Request, caller: Caller, api: Literal["training-j
         raise ProblemError(400, f"Idempotency-Key has {len(key)} characters: 1 to {_MOST_CHARACTERS} are allowed")
     count = request.headers.get("x-stainless-retry-count", "0")
     asked = request.url.path.encode() + b"\n"
-
-    def digest() -> str:
-        found = hashlib.sha256(asked)
-        found.update(body)
-        return found.hexdigest()
-
     job_id = uuid.uuid4() if key is None else uuid.uuid5(_NAMESPACE, "\n".join([api, caller.account, key]))
     return Identity(
         job_id=str(job_id),
-        content=await asyncio.to_thread(digest),
+        content=await asyncio.to_thread(body.digest, asked),
         key=key,
-        is_retry=count.isdigit() and int(count) >= 1,
+        is_retry=count.strip("0") != "",
     )

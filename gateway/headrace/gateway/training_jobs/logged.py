@@ -4,7 +4,6 @@ Guarantees: what is answered with 200 lies in the object store, as it was sent, 
 what is no group is refused, with all faults. Gives up: judging versions and tokens: nothing is trained on it.
 """
 
-import asyncio
 import tempfile
 import uuid
 from dataclasses import dataclass
@@ -15,12 +14,15 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from headrace.core.payloads import ZSTD_LEVEL
-from headrace.core.store import ObjectStore
-from headrace.gateway.access import KnownCaller
-from headrace.gateway.gate import OpenGate
+from headrace.core.settings import S3Settings
+from headrace.gateway.access import Caller, KnownCaller
+from headrace.gateway.body_limit import Body, takes
+from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.log_writer import sealed
 from headrace.gateway.problems import FaultError, UnprocessableError
-from headrace.gateway.training_jobs.body import SplitBody, received, split
+from headrace.gateway.readers import store_at
+from headrace.gateway.received import ReceivedBody, received
+from headrace.gateway.training_jobs.body import head_of, split
 from headrace.gateway.training_jobs.described import LogRequest, request_body
 from headrace.gateway.training_jobs.faults import Faults
 from headrace.gateway.training_jobs.groups import read_group
@@ -51,24 +53,31 @@ class _Kept:
 
 
 @router.post("", openapi_extra=request_body(LogRequest, levels=1))
+@takes(Body.GROUPS)
 async def log(model_id: str, request: Request, caller: KnownCaller, gate: OpenGate) -> Logged:
     """Keep groups of trajectories with a model."""
-    body = await received(request)
+    async with received(request) as body:
+        return await _logged(gate, caller, model_id, body)
+
+
+async def _logged(gate: Gate, caller: Caller, model_id: str, body: ReceivedBody) -> Logged:
     tables = await gate.view.fresh()
     model = model_of(tables, caller, model_id)
-    parts = await asyncio.to_thread(split, body, model_id=model_id)
-    if not parts.split or len(parts.split) > _LONGEST_SPLIT:
+    most = gate.settings.gateway.max_groups
+    head = await gate.readers.run(body.size, head_of, body, most, model_id=model_id)
+    if not head.split or len(head.split) > _LONGEST_SPLIT:
         raise UnprocessableError(
             [FaultError(["body", "split"], f"a name of 1 to {_LONGEST_SPLIT} characters is needed, as 'val'", "missing")]
         )
     log_id = str(uuid.uuid4())
-    kept = await asyncio.to_thread(_keep, gate.store, f"logged/{model_id}/{log_id}.jsonl.zst", parts)
+    settings, key = gate.settings, f"logged/{model_id}/{log_id}.jsonl.zst"
+    kept = await gate.readers.run(body.size, _keep, settings.store.url, settings.s3, key, body, most)
     fact = LoggedGroups(
         id=log_id,
         model_id=model_id,
         incarnation=incarnation(model),
         step=version_of(model),
-        split=parts.split,
+        split=head.split,
         groups=kept.groups,
         trajectories=kept.trajectories,
         exceptions=kept.exceptions,
@@ -82,16 +91,17 @@ async def log(model_id: str, request: Request, caller: KnownCaller, gate: OpenGa
     return Logged(id=log_id, groups=kept.groups, trajectories=kept.trajectories)
 
 
-def _keep(store: ObjectStore, key: str, parts: SplitBody) -> _Kept:
+def _keep(url: str, s3: S3Settings, key: str, body: ReceivedBody, most: int) -> _Kept:
     """Check group by group, then store. Blocks and computes."""
-    faults = Faults()
+    store, faults = store_at(url, s3), Faults()
+    groups = split(body.buffer(), most, model_id="").groups
     trajectories = exceptions = 0
     rewards = 0.0
     packer = cramjam.zstd.Compressor(level=ZSTD_LEVEL)
     with tempfile.TemporaryDirectory(prefix="headrace-logged-") as folder:
         path = Path(folder, "groups")
         with path.open("wb") as file:
-            for i, text in enumerate(parts.groups):
+            for i, text in enumerate(groups):
                 if (read := read_group(text, ["body", "trajectory_groups", i], faults, version=None)) is not None:
                     trajectories += len(read.group.trajectories)
                     exceptions += len(read.group.exceptions)
@@ -103,7 +113,7 @@ def _keep(store: ObjectStore, key: str, parts: SplitBody) -> _Kept:
         faults.check()
         stored = store.put_file_if_absent(key, path)
     return _Kept(
-        groups=len(parts.groups),
+        groups=len(groups),
         trajectories=trajectories,
         exceptions=exceptions,
         rewards=rewards,

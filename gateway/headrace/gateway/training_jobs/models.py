@@ -23,7 +23,6 @@ from headrace.gateway.log_writer import OvertakenError, Turn, sealed
 from headrace.gateway.problems import FaultError, ProblemError, UnprocessableError
 from headrace.gateway.reach import Reach
 from headrace.gateway.tables import is_model
-from headrace.gateway.texts import Text
 from headrace.gateway.training_jobs.checkpoints import checkpoints_of
 from headrace.gateway.training_jobs.config import unreachable
 from headrace.gateway.training_jobs.faults import MOST
@@ -43,8 +42,8 @@ class ModelRequest(BaseModel):
 
     entity: str | None = None
     """Null: the account of the key."""
-    project: Text
-    name: Text
+    project: str
+    name: str
     base_model: str
     """Of the catalogue (`base_models` of the gateway's settings)."""
     return_existing: bool = False

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from headrace.gateway.access import KnownCaller
 from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.reach import Reach
+from headrace.gateway.received import ReceivedBody
 from headrace.gateway.training_jobs.config import JobConfig, read_config
 from headrace.gateway.training_jobs.examples import grouped
 from headrace.gateway.training_jobs.faults import Faults, parts_of
@@ -46,14 +47,15 @@ class SftRequest(BaseModel):
 @router.post("")
 async def create_sft_job(body: SftRequest, request: Request, caller: KnownCaller, gate: OpenGate) -> CreatedJob:
     """Train a model one step on examples."""
-    identity = await identity_of(request, caller, "training-jobs", await request.body())
+    content = await request.body()
+    identity = await identity_of(request, caller, "training-jobs", ReceivedBody(size=len(content), content=content))
     async with identity.lock(gate):
         tables = await gate.view.fresh()
         if (known := identity.known(tables, caller.account)) is not None:
             return CreatedJob(id=known)
         model = trainable(model_of(tables, caller, body.model_id, ("body", "model_id")))
         faults = Faults()
-        text = memoryview(b"" if body.experimental_config is None else write_json(body.experimental_config))
+        text = b"" if body.experimental_config is None else write_json(body.experimental_config)
         reach = Reach.of(gate, tables, caller)
         config = read_config(text, reach, model, faults)
         sft, warnings = _sft_config(body.config or {}, faults)

@@ -4,7 +4,6 @@ Guarantees: a 200 is given when all of it is committed, and then every gateway h
 Kafka; all faults of a body are told at once. Gives up: judging what only the trainer can; see `groups`.
 """
 
-import asyncio
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,12 +12,16 @@ from pydantic import BaseModel
 
 from headrace.core.lanes import lane_of
 from headrace.core.model_views import ModelView
+from headrace.core.settings import S3Settings
 from headrace.gateway.access import Caller, KnownCaller
+from headrace.gateway.body_limit import Body, takes
 from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.job_records import job_records
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.reach import Reach
-from headrace.gateway.training_jobs.body import SplitBody, received, split
+from headrace.gateway.readers import store_at
+from headrace.gateway.received import ReceivedBody, received
+from headrace.gateway.training_jobs.body import head_of, split
 from headrace.gateway.training_jobs.config import JobConfig, read_config
 from headrace.gateway.training_jobs.described import TrainingJobRequest, request_body
 from headrace.gateway.training_jobs.faults import Faults
@@ -39,28 +42,38 @@ class CreatedJob(BaseModel):
 
 
 @router.post("", openapi_extra=request_body(TrainingJobRequest))
+@takes(Body.GROUPS)
 async def create_job(request: Request, caller: KnownCaller, gate: OpenGate) -> CreatedJob:
     """Train a model one step on groups of trajectories."""
-    body = await received(request)
-    identity = await identity_of(request, caller, "training-jobs", body)
-    async with identity.lock(gate):
-        tables = await gate.view.fresh()
-        if (known := identity.known(tables, caller.account)) is not None:
-            return CreatedJob(id=known)
-        parts = await asyncio.to_thread(split, body)
-        model = trainable(model_of(tables, caller, parts.model_id, ("body", "model_id")))
-        faults = Faults()
-        config = read_config(parts.config, Reach.of(gate, tables, caller), model, faults)
-        if len(parts.groups) > gate.settings.gateway.max_groups:
-            most = gate.settings.gateway.max_groups
-            faults.add(
-                ["body", "trajectory_groups"], f"{len(parts.groups)} groups, at most {most} make a job (gateway.max_groups)", "too_long"
-            )
-            faults.check()
-        placed = place(gate, model, identity, config)
-        staged = await asyncio.to_thread(_staged, gate, parts, placed, version_of(model), faults)
-        job = TrainingJob(job_id=identity.job_id, group_ids=staged.group_ids, config=config.config)
-        await write(gate, Submission(identity=identity, caller=caller, placed=placed, staged=staged, job=job, warnings=config.warnings))
+    async with received(request) as body:
+        identity = await identity_of(request, caller, "training-jobs", body)
+        async with identity.lock(gate):
+            return await _created(gate, caller, identity, body)
+
+
+async def _created(gate: Gate, caller: Caller, identity: Identity, body: ReceivedBody) -> CreatedJob:
+    tables = await gate.view.fresh()
+    if (known := identity.known(tables, caller.account)) is not None:
+        return CreatedJob(id=known)
+    most = gate.settings.gateway.max_groups
+    head = await gate.readers.run(body.size, head_of, body, most)
+    model = trainable(model_of(tables, caller, head.model_id, ("body", "model_id")))
+    faults = Faults()
+    config = read_config(head.config, Reach.of(gate, tables, caller), model, faults)
+    placed = place(gate, model, identity, config)
+    staged = await gate.readers.run(
+        body.size,
+        _staged,
+        body,
+        most,
+        url=gate.settings.store.url,
+        s3=gate.settings.s3,
+        placed=placed,
+        version=version_of(model),
+        faults=faults,
+    )
+    job = TrainingJob(job_id=identity.job_id, group_ids=staged.group_ids, config=config.config)
+    await write(gate, Submission(identity=identity, caller=caller, placed=placed, staged=staged, job=job, warnings=config.warnings))
     return CreatedJob(id=identity.job_id)
 
 
@@ -90,10 +103,11 @@ def place(gate: Gate, model: ModelView, identity: Identity, config: JobConfig, *
     )
 
 
-def _staged(gate: Gate, parts: SplitBody, placed: Placed, version: int, faults: Faults) -> Staged:
-    places: list[list[str | int]] = [["body", "trajectory_groups", i] for i in range(len(parts.groups))]
-    groups = ((loc, partial(read_group, text, loc, version=version)) for loc, text in zip(places, parts.groups, strict=True))
-    staged = stage(gate.store, groups, placed, faults)
+def _staged(body: ReceivedBody, most: int, *, url: str, s3: S3Settings, placed: Placed, version: int, faults: Faults) -> Staged:
+    texts = split(body.buffer(), most, model_id=placed.model_id).groups
+    places: list[list[str | int]] = [["body", "trajectory_groups", i] for i in range(len(texts))]
+    groups = ((loc, partial(read_group, text, loc, version=version)) for loc, text in zip(places, texts, strict=True))
+    staged = stage(store_at(url, s3), groups, placed, faults)
     faults.check()
     return staged
 
