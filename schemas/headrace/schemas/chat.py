@@ -14,7 +14,8 @@ from pydantic import Discriminator, Field, Tag
 from headrace.schemas.base import Open
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
-FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "function_call", "abort"]
+"""Of a choice; `abort` (an engine that was told to drop the request) and null say that the turn was cut off, like `length`."""
 
 
 class ToolFunction(Open):
@@ -48,7 +49,25 @@ class ToolCall(Open):
     function: ToolCallFunction
 
 
-class Message(Open):
+class Thinking(Open):
+    """What a model thought before it spoke, under either of its names: `reasoning` (vLLM since late 2025) or `reasoning_content`."""
+
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def thought(self) -> str | None:
+        """The text, whichever name it came under."""
+        return self.reasoning_content or self.reasoning
+
+    @property
+    def named_thought(self) -> dict[str, str]:
+        """The text under both names, for readers that know one of them; empty without a thought."""
+        thought = self.thought
+        return {"reasoning_content": thought, "reasoning": self.reasoning or thought} if thought else {}
+
+
+class Message(Thinking):
     """A context message: nothing in it is trained unless `allow_training_without_logprobs` says so."""
 
     role: Role
@@ -56,7 +75,6 @@ class Message(Open):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None
     refusal: str | None = None
 
 
@@ -76,24 +94,24 @@ class ChoiceLogprobs(Open):
     refusal: list[TokenLogprob] | None = None
 
 
-class ChoiceMessage(Open):
+class ChoiceMessage(Thinking):
     """What the model said in a choice."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
-    reasoning_content: str | None = None
 
 
 class Choice(Open):
     """A sampled assistant turn.
 
+    `finish_reason` must be there, and may be null: the turn was cut off.
     `token_ids`, `token_logprobs` and `policy_versions` have one entry a sampled token; `token_span` is used inside the
     safetensors form only: `[start, stop)` of this turn in the group's flat arrays.
     """
 
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     index: int = 0
     message: ChoiceMessage
     logprobs: ChoiceLogprobs | None = None

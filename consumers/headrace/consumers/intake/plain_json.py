@@ -33,7 +33,7 @@ Version = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Number = Integer | float | bool
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
-Finished = Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
+Finished = Literal["stop", "length", "tool_calls", "content_filter", "function_call", "abort"]
 
 
 class PlainMessage(Struct, gc=False, forbid_unknown_fields=True):
@@ -43,12 +43,12 @@ class PlainMessage(Struct, gc=False, forbid_unknown_fields=True):
     content: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[Raw] | None = None
     # What clients add, mostly empty.
     annotations: list[None] | None = None
     audio: None = None
     function_call: None = None
-    reasoning: str | None = None
 
 
 class PlainItem(Struct, gc=False, forbid_unknown_fields=True):
@@ -60,8 +60,9 @@ class PlainItem(Struct, gc=False, forbid_unknown_fields=True):
     tool_calls: list[Raw] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
-    finish_reason: Finished | UnsetType = UNSET
+    finish_reason: Finished | UnsetType | None = UNSET
     index: Integer = 0
     message: PlainMessage | UnsetType = UNSET
     logprobs: None = None
