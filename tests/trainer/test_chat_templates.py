@@ -175,6 +175,9 @@ def test_tool_arguments_are_what_the_template_needs(make_tokenizer: Make, templa
 def test_arguments_that_are_no_object_cost_their_own_trajectory(make_tokenizer: Make, arguments: str):
     group = tokenize(GroupTokenizer(make_tokenizer(ITEMS)), [USER, calls(arguments), USER, choice("a")], [USER, choice("a")])
     assert [(member.index, member.reason) for member in group.rejected] == [(0, Reason.TOKENIZATION_FAILED)]
+    place = "messages_and_choices[1].tool_calls[0].function.arguments"
+    assert group.rejected[0].detail.startswith("trajectories[0]: messages_and_choices[3]: the chat template can't render")
+    assert f"{place} is {arguments!r}, which is no JSON object" in group.rejected[0].detail
     assert len(group.trajectories) == 1
 
 

@@ -5,11 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from tests.trainer.conversations import ALLOW, USER, choice, only, refusal, text_of, tokenize
 from tests.trainer.tiny import TEMPLATE, save_byte_tokenizer, save_model
 
+from headrace.schemas.codec import decode_group
 from headrace.schemas.reasons import RejectionReason as Reason
+from headrace.schemas.training import ModelSettings
 from headrace.trainer.plan import BaseSource
 from headrace.trainer.tokenize import GroupTokenizer
 
@@ -156,3 +159,11 @@ def test_an_empty_list_of_log_probabilities_is_a_turn_of_no_tokens(tokenizer: Gr
     silent = {"finish_reason": "stop", "message": {"content": ""}, "logprobs": {"content": [], "refusal": None}}
     for config in (None, ALLOW):
         assert trained(tokenizer, [USER, silent, USER, choice("b")], config=config) == "b]"
+
+
+def test_a_trajectory_that_holds_half_of_a_character_is_rejected_alone(tokenizer: GroupTokenizer):
+    body = orjson.dumps({"trajectories": [{"messages_and_choices": [USER, choice("a")], "reward": i} for i in range(3)]})
+    cut = body.replace(b'"content":"q"', rb'"content":"q\ud83d"', 1)
+    group = tokenizer.tokenize(decode_group(cut), "g", ModelSettings(base_model="tiny"))
+    assert group.indices == [1, 2]
+    assert group.rejected[0].detail.startswith("trajectories[0]: messages_and_choices[0].content: the text holds a lone surrogate")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.schemas.chat import Choice, ChoiceMessage, Message, MessageOrChoice, Tool, ToolCall
+from headrace.schemas.chat import Choice, ChoiceMessage, Message, MessageOrChoice, Tool, ToolCall, thoughts_of
 from headrace.trainer.template_bound import TemplateBoundError, bounded
 
 if TYPE_CHECKING:  # importing transformers takes seconds, also in the process that only hands groups to the tokenizing one
@@ -196,7 +196,7 @@ class ChatText:
                 )
             )
 
-        with_objects = [_with_arguments(message, _as_object) for message in messages]
+        with_objects = [_with_arguments(message, as_object) for message in messages]
         with_text = [_with_arguments(message, _as_text) for message in messages]
         variants = [with_objects] if with_objects == with_text else [with_objects, with_text]
         problem: Exception | None = None
@@ -255,7 +255,7 @@ def _plain(item: MessageOrChoice) -> dict[str, Any]:
         # Several text parts become lines, as vLLM joins them for templates that take strings.
         content = "\n".join(part["text"] for part in content)
     plain: dict[str, Any] = {"role": message.role, "content": content or message.refusal or ""}
-    plain |= message.named_thought
+    plain |= thoughts_of(message)
     if message.tool_calls:
         plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
     if isinstance(message, Message):
@@ -278,7 +278,7 @@ def _with_arguments(message: dict[str, Any], convert: Callable[[str | dict[str, 
     return {**message, "tool_calls": calls}
 
 
-def _as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
+def as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
     """Decoded, where they are the JSON of an object, or nothing at all (a call without arguments)."""
     if not isinstance(arguments, str):
         return arguments

@@ -25,7 +25,7 @@ from headrace.schemas.parsing import shown
 from headrace.schemas.reasons import RejectionReason as Reason
 from headrace.schemas.trajectory import Trajectory
 from headrace.schemas.turns import SampledTokens
-from headrace.trainer.chat_text import ChatText, ChatTextError, ContentError, check_text_only
+from headrace.trainer.chat_text import ChatText, ChatTextError, ContentError, as_object, check_text_only
 from headrace.trainer.groups import TokenSequence
 from headrace.trainer.lengths import Fitted, OverLongError, fit
 from headrace.trainer.sequences import Turn, sequences_of
@@ -95,6 +95,8 @@ class RolloutTokenizer:
         Raises:
             UnfitError: see there.
         """
+        if (fault := (trajectory.__pydantic_extra__ or {}).get("unreadable")) is not None:  # see `headrace.schemas.surrogates`
+            raise UnfitError(Reason.UNSUPPORTED_CONTENT, str(fault))
         found: list[TokenSequence] = []
         counts = _Counts()
         for h, (items, tools) in enumerate(trajectory.histories()):
@@ -138,7 +140,7 @@ class RolloutTokenizer:
                     counts.missing = counts.missing or f"{where}: {_what_is_missing(item, drawn)}"
                     counts.as_context += 1
             except ChatTextError as error:
-                raise UnfitError(Reason.TOKENIZATION_FAILED, f"{where}: {error}") from error
+                raise UnfitError(Reason.TOKENIZATION_FAILED, f"{where}: {error}{_no_object(items[: i + 1], at)}") from error
         return sequences_of(turns)
 
     def _usable(self, drawn: SampledTokens) -> bool:
@@ -228,6 +230,17 @@ def _weight(item: MessageOrChoice, where: str) -> int | None:
             raise UnfitError(Reason.UNSUPPORTED_CONTENT, detail)
         return int(weight)
     return None
+
+
+def _no_object(items: Sequence[MessageOrChoice], at: str) -> str:
+    """The first tool arguments that are not the JSON of an object, which many chat templates need; empty if there are none."""
+    for i, item in enumerate(items):
+        message, inner = (item.message, "message.") if isinstance(item, Choice) else (item, "")
+        for k, call in enumerate(message.tool_calls or ()):
+            if not isinstance(as_object(call.function.arguments), dict):
+                place = f"{at}messages_and_choices[{i}].{inner}tool_calls[{k}].function.arguments"
+                return f". {place} is {shown(call.function.arguments)!r}, which is no JSON object: send one"
+    return ""
 
 
 def _may_be_sampled(item: MessageOrChoice) -> bool:

@@ -23,6 +23,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 from pydantic import TypeAdapter
 
 from headrace.schemas.chat import Tool, ToolCall
+from headrace.schemas.surrogates import holds_stand_in
 from headrace.schemas.trajectory import RolloutException
 
 _NO_NUMBERS = Raw(b"[]")
@@ -162,8 +163,10 @@ def read_plain(body: bytes | memoryview) -> Plain:
             raise ValueError
     if len(body) != at + 4 * n * len(tensors) or sys.byteorder != "little":
         raise ValueError
+    if holds_stand_in(text := header.metadata.group.encode()):
+        raise ValueError
     return Plain(
-        group=_decode_group(header.metadata.group),
+        group=_decode_group(text),
         ids=np.frombuffer(body, np.int32, n, at),
         logprobs=np.frombuffer(body, np.float32, n, at + 4 * n),
         versions=None if header.policy_versions is None else np.frombuffer(body, np.int32, n, at + 8 * n),

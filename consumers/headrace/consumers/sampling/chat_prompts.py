@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headrace.consumers.sampling.generation import Generation
 from headrace.core.errors import HeadraceError
-from headrace.schemas.chat import Choice, Message, Thinking, Tool
+from headrace.schemas.chat import Choice, ChoiceMessage, Message, Tool, thoughts_of
 
 ChatMessage = Message | Choice | Mapping[str, Any]
 """A message as a schema model or as a plain OpenAI-style dict."""
@@ -92,7 +92,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def _plain(message: ChatMessage) -> dict[str, Any]:
     if isinstance(message, Choice):
         message = message.message
-    elif isinstance(message, Mapping):
-        named = {name: text for name in ("reasoning_content", "reasoning") if isinstance(text := message.get(name), str)}
-        return {**message, **Thinking.model_validate(named).named_thought}
-    return {**message.model_dump(exclude_none=True), **message.named_thought}
+    if isinstance(message, Mapping):
+        thoughts = {name: message[name] for name in ("reasoning_content", "reasoning") if message.get(name)}
+        return {**message, **thoughts_of(ChoiceMessage.model_validate(thoughts))}
+    return {**message.model_dump(exclude_none=True), **thoughts_of(message)}

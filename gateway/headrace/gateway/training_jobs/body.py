@@ -13,6 +13,8 @@ from fastapi import Request
 
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.training_jobs.faults import Faults
+from headrace.schemas.parsing import not_finite
+from headrace.schemas.surrogates import mended
 
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|-?Infinity|NaN|[\[\]{},:]', re.DOTALL)
 _NOT_NUMBERS = frozenset({b"NaN", b"Infinity", b"-Infinity"})
@@ -70,8 +72,10 @@ def split(body: bytearray, *, model_id: str | None = None) -> SplitBody:
     except msgspec.ValidationError as error:
         faults.add(["body"], f"a JSON object is needed: {error}", "object_type")
     except (msgspec.DecodeError, RecursionError) as error:
+        if (whole := mended(body)) is not None:  # one trajectory is unreadable then, and not all of them
+            return split(bytearray(whole), model_id=model_id)
         for path in _not_numbers(body):
-            faults.add(["body", *path], "NaN or infinity is not a value; write null for a missing log-probability", "not_finite")
+            faults.add(["body", *path], not_finite(str(path[-1]) if path else ""), "not_finite")
             if faults.full:
                 break
         if not faults:
