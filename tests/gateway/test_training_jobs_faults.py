@@ -72,6 +72,16 @@ async def test_what_is_no_number_is_refused_with_its_place(shared_gateway: httpx
     assert all("NaN or infinity" in message for message in found.values())
 
 
+async def test_half_of_a_character_costs_one_trajectory_and_not_the_body(shared_gateway: httpx.AsyncClient) -> None:
+    model = await make_model(shared_gateway)
+    body = job(model, group(), group(1))
+    body["trajectory_groups"][1]["trajectories"][0]["messages_and_choices"][0]["content"] = "@"
+    sent = httpx.Request("POST", "http://x", json=body).content.replace(b'"@"', rb'"\ud83d"')
+    assert (await shared_gateway.post(JOBS, content=sent)).status_code == 200
+    _, damaged = [record.group for record in await in_the_log(shared_gateway.gate.settings, model) if hasattr(record, "group")]  # type: ignore[attr-defined]
+    assert [(member.model_extra or {}).get("unreadable", "")[:31] for member in damaged.trajectories] == ["messages_and_choices[0].content", ""]
+
+
 BAD: list[tuple[Any, str]] = [
     (b"", "body"),
     (b"{", "body"),

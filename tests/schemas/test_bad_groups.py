@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
+from headrace.producers.examples import decode_example
 from headrace.schemas.chat import Choice, ChoiceMessage
 from headrace.schemas.codec import JSON_TYPE, SAFETENSORS_TYPE, SampledGroup, decode_group, encode_json, encode_safetensors, sampled
 from headrace.schemas.errors import CodecError
@@ -30,12 +31,12 @@ def refused(body: bytes | dict[str, Any], content_type: str = JSON_TYPE) -> tupl
     return caught.value.reason, caught.value.path
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"\x00\x01", b'"\\ud800"', b"[" * 100_000, b'{"a":1}{'])
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"\x00\x01", b'"\\ud800', b"[" * 100_000, b'{"a":1}{'])
 def test_a_body_that_is_not_json_is_not_json(body: bytes):
     assert refused(body) == (Reason.NOT_JSON, "")
 
 
-@pytest.mark.parametrize("body", [b"1", b"null", b'"text"', b"[]", b"[1]"])
+@pytest.mark.parametrize("body", [b"1", b"null", b'"text"', b"[]", b"[1]", b'"\\ud800"'])
 def test_json_that_is_no_object_has_the_wrong_type(body: bytes):
     assert refused(body)[0] is Reason.INVALID_SCHEMA
 
@@ -272,3 +273,85 @@ def test_a_choice_that_would_be_read_as_a_message_is_refused_by_both_encoders():
     for encode in (encode_json, encode_safetensors):
         with pytest.raises(CodecError, match="role"):
             encode(group)
+
+
+LONE = [b"\\ud800", b"\\uDFFF x", b"\\\\\\udc00", b"\\ud83d\\ud83d\\ude00", b"\xed\xa0\x80"]
+WHOLE = [b"\\ud83d\\ude00", b"\\\\ud800", "\U0001f600".encode()]
+
+
+def in_text(text: bytes, place: str) -> bytes:
+    said = orjson.dumps({"trajectories": [{"reward": 1}, {"messages_and_choices": [], "reward": 0, place: "@"}, {"reward": 2}]})
+    item = {"role": "user", "content": "a", "more": {"b": ["@"]}}
+    said = said if place != "message" else said.replace(b'"messages_and_choices":[]', b'"messages_and_choices":[' + orjson.dumps(item) + b"]")
+    return said.replace(b"@", text)
+
+
+@pytest.mark.parametrize("text", LONE)
+def test_a_lone_surrogate_in_a_conversation_marks_its_trajectory_and_no_other(text: bytes):
+    group = decode_group(in_text(text, "message"))
+    for read in (group, decode_group(encode_json(group)), decode_group(encode_safetensors(group), SAFETENSORS_TYPE)):
+        faults = [(trajectory.model_extra or {}).get("unreadable") for trajectory in read.group.trajectories]
+        assert faults[0] is faults[2] is None
+        assert faults[1].startswith("messages_and_choices[0].more.b[0]: the text holds a lone surrogate")
+
+
+@pytest.mark.parametrize("text", LONE)
+def test_a_lone_surrogate_elsewhere_is_replaced(text: bytes):
+    group = decode_group(in_text(text, "note"))
+    extra = group.group.trajectories[1].model_extra or {}
+    assert "unreadable" not in extra
+    assert "\ufffd" in extra["note"]
+    assert decode_group(encode_json(group)) == group
+
+
+@pytest.mark.parametrize("text", WHOLE)
+def test_whole_characters_and_texts_that_only_look_like_escapes_stay(text: bytes):
+    group = decode_group(in_text(text, "message"))
+    assert (group.group.trajectories[1].model_extra or {}).keys() == {"message"}
+    assert group.group.trajectories[1].messages_and_choices[0].model_extra["more"]["b"] == [orjson.loads(b'"' + text + b'"')]  # type: ignore[index]
+
+
+def test_a_lone_surrogate_in_a_line_that_is_no_group_is_named():
+    with pytest.raises(CodecError) as caught:
+        decode_example(b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\\ud800"}]}')
+    assert (caught.value.path, "lone surrogate" in caught.value.detail) == ("messages[1].content", True)
+
+
+@pytest.mark.parametrize(
+    ("choice", "path", "said"),
+    [
+        ({"token_ids": ["1"]}, "token_ids[0]", "the text '1' is not an integer"),
+        ({"token_ids": [1], "token_logprobs": ["-1"]}, "token_logprobs[0]", "the text '-1' is not a number"),
+        ({"message": {"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}}, "message.tool_calls[0].function.arguments", "not list"),
+        ({"finish_reason": "weird"}, "finish_reason", "'abort'"),
+    ],
+)
+def test_what_is_of_another_type_is_named_with_what_it_is(choice: dict[str, Any], path: str, said: str):
+    with pytest.raises(CodecError) as caught:
+        decode_group(orjson.dumps(group_of(**choice)))
+    assert caught.value.path == f"{CHOICE}.{path}"
+    assert said in caught.value.detail
+
+
+def test_nan_as_a_reward_is_told_from_nan_as_a_log_probability():
+    with pytest.raises(CodecError, match="no reward"):
+        decode_group(b'{"trajectories": [{"reward": NaN}]}')
+    with pytest.raises(CodecError, match="write null for a missing log-probability"):
+        decode_group(b'{"trajectories": [], "token_logprobs": [NaN]}')
+
+
+@pytest.mark.parametrize("reason", ["abort", None])
+def test_a_turn_that_was_cut_off_is_a_choice(reason: str | None):
+    group = decode_group(orjson.dumps(group_of(finish_reason=reason, token_ids=[1], token_logprobs=[-1])))
+    for read in (group, decode_group(encode_json(group)), decode_group(encode_safetensors(group), SAFETENSORS_TYPE)):
+        (choice,) = read.group.choices()
+        assert choice.finish_reason == reason
+
+
+def test_an_empty_list_of_log_probabilities_is_a_turn_of_no_tokens_in_both_forms():
+    group = decode_group(orjson.dumps(group_of(logprobs={"content": [], "refusal": None})))
+    for read in (group, decode_group(encode_json(group)), decode_group(encode_safetensors(group), SAFETENSORS_TYPE)):
+        (turn,) = read.turns
+        assert turn is not None
+        assert len(turn) == 0
+    assert decode_group(orjson.dumps(group_of(logprobs={"content": None}))).turns == (None,)

@@ -82,10 +82,10 @@ def test_thoughts_within_one_users_turn_stay_and_the_turns_join(thinking: GroupT
 
 def test_text_is_trained_on_from_where_the_template_asks_the_model_to_speak(thinking: GroupTokenizer):
     told = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
-    assert text_of(only(tokenize(thinking, [USER, told], config=ALLOW)), trained=True) == "<think>\nhm\n</think>\n\na"
+    assert text_of(only(tokenize(thinking, [USER, told], config=ALLOW)), trained=True) == "<think>\nhm\n</think>\n\na]"
     plain = {"role": "assistant", "content": "a"}
     off = tokenize(thinking, [USER, plain], config=ALLOW, switches={"enable_thinking": False})
-    assert text_of(only(off), trained=True) == "a"
+    assert text_of(only(off), trained=True) == "a]"
 
 
 def test_examples_with_thoughts_train_each_turn_as_the_model_will_see_it(thinking: GroupTokenizer):
@@ -101,22 +101,13 @@ def test_a_template_that_asks_for_a_thought_but_writes_none_trains_on_the_conten
     """Asking ends with `<think>`, which the history never shows: the place of the content says what the turn is."""
     asking = TEMPLATE.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
     sequence = only(tokenize(GroupTokenizer(make_tokenizer(asking)), [USER, {"role": "assistant", "content": "a"}], config=ALLOW))
-    assert text_of(sequence, trained=True) == "a"
+    assert text_of(sequence, trained=True) == "a]"
 
 
 def test_text_that_begins_the_conversation_needs_no_prompt(make_tokenizer: Make):
     strict = GroupTokenizer(make_tokenizer("{{ messages[0].role + ':' }}" + TEMPLATE))
     sequence = only(tokenize(strict, [{"role": "assistant", "content": "hello"}], config=ALLOW))
-    assert text_of(sequence, trained=True) == "hello"
-
-
-@pytest.mark.parametrize(("closing", "trained"), [("<|im_end|>\n", "a]"), (" <|im_end|>\n", "a ]"), ("\n###\n", "a")])
-def test_the_end_of_an_example_is_the_special_token_that_closes_it(make_tokenizer: Make, closing: str, trained: str):
-    template = TEMPLATE.replace("<|im_end|>\n", closing)
-    sequence = only(
-        tokenize(GroupTokenizer(make_tokenizer(template)), [USER, {"role": "assistant", "content": "a"}], group={"purpose": "sft"})
-    )
-    assert text_of(sequence, trained=True) == trained
+    assert text_of(sequence, trained=True) == "hello]"
 
 
 def test_a_refusal_is_what_was_said(tokenizer: GroupTokenizer):
@@ -140,11 +131,16 @@ def test_empty_content_is_an_empty_turn(tokenizer: GroupTokenizer):
     assert text_of(sequence, trained=True) == "]b]"
 
 
-def test_reasoning_content_is_what_the_template_makes_of_it(make_tokenizer: Make):
-    shown = TEMPLATE.replace("+ m.content }}", "+ ('(' + m.reasoning_content + ')' if m.reasoning_content else '') + m.content }}")
-    told = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
-    sequence = only(tokenize(GroupTokenizer(make_tokenizer(shown)), [USER, told, USER, choice("b")]))
-    assert "[assistant\n(hm)a]" in text_of(sequence)
+@pytest.mark.parametrize("sent", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content"])
+def test_a_thought_under_either_name_reaches_a_template_of_either_convention(make_tokenizer: Make, sent: str, read: str):
+    tokenizer = GroupTokenizer(make_tokenizer(THINKING.replace("m.reasoning_content", f"m.{read}")))
+    told = {"role": "assistant", "content": "a", sent: "hm"}
+    example = only(tokenize(tokenizer, [USER, told], group={"purpose": "sft"}))
+    assert text_of(example, trained=True) == "<think>\nhm\n</think>\n\na]"
+    loop = [USER, choice("a", [*b"<think>\nhm\n</think>\n\na", END], message=told), {"role": "tool", "content": "r"}, choice("b")]
+    turns_join = only(tokenize(tokenizer, loop))
+    assert text_of(turns_join, trained=True) == "<think>\nhm\n</think>\n\na]b]"
 
 
 ITEMS = TEMPLATE.replace("call.function.arguments is string", "false").replace("arguments | tojson", "arguments|items|list")
@@ -179,6 +175,9 @@ def test_tool_arguments_are_what_the_template_needs(make_tokenizer: Make, templa
 def test_arguments_that_are_no_object_cost_their_own_trajectory(make_tokenizer: Make, arguments: str):
     group = tokenize(GroupTokenizer(make_tokenizer(ITEMS)), [USER, calls(arguments), USER, choice("a")], [USER, choice("a")])
     assert [(member.index, member.reason) for member in group.rejected] == [(0, Reason.TOKENIZATION_FAILED)]
+    place = "messages_and_choices[1].tool_calls[0].function.arguments"
+    assert group.rejected[0].detail.startswith("trajectories[0]: messages_and_choices[3]: the chat template can't render")
+    assert f"{place} is {arguments!r}, which is no JSON object" in group.rejected[0].detail
     assert len(group.trajectories) == 1
 
 

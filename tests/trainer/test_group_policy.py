@@ -146,12 +146,6 @@ def test_an_example_is_the_samplers_tokens_where_it_has_them_and_may_leave_turns
     assert [s.token_ids[s.trainable].tolist() for s in sequences] == [[5, 6], list(b"cut")]
 
 
-def test_only_examples_train_on_an_end_mark_that_nobody_sampled(tokenizer: GroupTokenizer):
-    items = [USER, {"role": "assistant", "content": "told"}]
-    assert only(tokenize(tokenizer, items, config=ALLOW)).trainable_tokens == 4
-    assert only(tokenize(tokenizer, items, group={"purpose": "sft"})).trainable_tokens == 5
-
-
 def test_a_tokenizer_that_can_not_be_read_costs_only_who_needs_it(make_base: Any):
     base = make_base()
     for name in ("tokenizer.json", "tokenizer_config.json"):

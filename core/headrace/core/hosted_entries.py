@@ -14,6 +14,7 @@ from headrace.core.hosted_columns import find_columns, need
 from headrace.core.hosted_scan import Columns, Turn, scan
 from headrace.schemas.codec import SampledGroup
 from headrace.schemas.parsing import load_json, validate
+from headrace.schemas.surrogates import holds_stand_in
 from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.schemas.turns import SampledTokens, carried, lift, raw_choices
 
@@ -38,7 +39,9 @@ def _decode(body: bytes | memoryview, columns: Columns) -> SampledGroup:
     for i, turn in enumerate(columns.turns):
         pieces += [view[at : turn.start], f'"{_MARK}",{i}'.encode()]
         at = turn.end
-    raw = load_json(b"".join([*pieces, view[at:]]))
+    text = b"".join([*pieces, view[at:]])
+    need(not holds_stand_in(text))
+    raw = load_json(text)
     turns: list[SampledTokens | None] = []
     taken = 0
     for choice, path in raw_choices(raw):

@@ -56,7 +56,7 @@ def int32(values: list[int], path: str) -> "array[int]":
         pass
     for i, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise CodecError(Reason.INVALID_SCHEMA, f"{path}[{i}]", f"{shown(value)} is not an integer")
+            raise CodecError(Reason.INVALID_SCHEMA, f"{path}[{i}]", f"{_kind(value)} is not an integer")
         if not 0 <= value <= _INT32_MAX:
             raise CodecError(Reason.INVALID_SCHEMA, f"{path}[{i}]", f"{shown(value)} is outside 0 to 2^31 - 1")
     return array("i", values)
@@ -84,7 +84,12 @@ def check_number(value: object, path: str) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CodecError(Reason.INVALID_SCHEMA, path, f"{shown(value)} is not a number")
+        raise CodecError(Reason.INVALID_SCHEMA, path, f"{_kind(value)} is not a number")
     # Compared, not converted: an integer too large for a double is out of range, not an OverflowError.
     if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
         raise CodecError(Reason.NOT_FINITE, path, f"{shown(value)} is not a finite float32; write null for a missing log-probability")
+
+
+def _kind(value: object) -> str:
+    """A value that is of another type, for an error message."""
+    return f"the text {shown(value)!r}" if isinstance(value, str) else shown(value)

@@ -22,6 +22,7 @@ from headrace.schemas.arrays import first_infinite, first_negative
 from headrace.schemas.errors import CodecError
 from headrace.schemas.parsing import check_finite, load_json, shown, validate, write_json
 from headrace.schemas.reasons import DeadLetterReason as Reason
+from headrace.schemas.surrogates import holds_stand_in, mark_unreadable, mended
 from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.schemas.turns import SampledTokens, carried, lift, raw_choices
 from headrace.schemas.writing import write_group
@@ -66,7 +67,7 @@ def decode_group(body: bytes | memoryview, content_type: str = JSON_TYPE) -> Sam
     if kind == SAFETENSORS_TYPE:
         return _decode_safetensors(memoryview(body))
     if kind in {JSON_TYPE, ""} or kind.endswith("+json"):
-        return _from_raw(load_json(body))
+        return _from_raw(_load_group(body))
     raise CodecError(Reason.UNKNOWN_TYPE, "content-type", f"{kind!r}: {JSON_TYPE} or {SAFETENSORS_TYPE} is needed")
 
 
@@ -117,6 +118,20 @@ def encode_safetensors(group: SampledGroup) -> bytes:
     return b"".join([struct.pack("<Q", len(text)), text, *(view for _name, _dtype, views in arrays for view in views)])
 
 
+def _load_group(body: bytes | memoryview) -> Any:  # noqa: ANN401 - raw JSON
+    """The JSON of a group; a trajectory with a lone surrogate is marked (`surrogates.py`)."""
+    try:
+        raw, text = load_json(body), bytes(body)
+    except CodecError:
+        text = mended(body) or b""
+        if not text:
+            raise
+        raw = load_json(text)
+    if holds_stand_in(text):
+        mark_unreadable(raw)
+    return raw
+
+
 def _from_raw(raw: Any) -> SampledGroup:  # noqa: ANN401 - raw JSON
     turns = tuple(lift(choice, path) for choice, path in raw_choices(raw))
     return SampledGroup(group=validate(TrajectoryGroup, raw), turns=turns)
@@ -130,7 +145,7 @@ def _decode_safetensors(body: memoryview) -> SampledGroup:
     text = metadata.get("group") if isinstance(metadata, dict) else None
     if not isinstance(text, str):
         raise CodecError(Reason.NOT_JSON, "__metadata__.group", "the group's JSON is missing")
-    raw, flat = load_json(text.encode()), _flat(header, data)
+    raw, flat = _load_group(text.encode()), _flat(header, data)
     turns: list[SampledTokens | None] = []
     at = 0
     for choice, path in raw_choices(raw):

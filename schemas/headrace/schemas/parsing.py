@@ -1,7 +1,7 @@
 """JSON text to values to models and back, with errors that name the field.
 
 Guarantees: a failure is a `CodecError` with a reason and a path, whatever the bytes or the values are. orjson refuses `NaN` and
-`Infinity` as text without saying where; only then the text is parsed again, leniently, to name the path. What orjson can't write,
+`Infinity`, and lone surrogates, as text without saying where; only then the text is parsed again, leniently, to name the path. What orjson can't write,
 or would write as null, is refused with its path before it is sent.
 """
 
@@ -28,7 +28,7 @@ def load_json(body: bytes | memoryview) -> Any:  # noqa: ANN401 - raw JSON
     """Parse JSON.
 
     Raises:
-        CodecError: `not_json`, or `not_finite` with the path of the first NaN or infinity.
+        CodecError: `not_json`, `not_finite` with the path of the first NaN or infinity, or `invalid_schema` with that of a lone surrogate.
     """
     try:
         return orjson.loads(body)
@@ -39,9 +39,9 @@ def load_json(body: bytes | memoryview) -> Any:  # noqa: ANN401 - raw JSON
         except (ValueError, RecursionError):
             lenient = None
         for path in non_finite_paths(lenient):
-            raise CodecError(
-                Reason.NOT_FINITE, shown(path), "NaN or infinity is not a value; write null for a missing log-probability"
-            ) from None
+            raise CodecError(Reason.NOT_FINITE, shown(path), not_finite(path)) from None
+        if (found := _unwritable(lenient)) is not None:
+            raise CodecError(Reason.INVALID_SCHEMA, *found) from None
         raise CodecError(Reason.NOT_JSON, "", f"not JSON: {error}") from None
 
 
@@ -54,7 +54,15 @@ def check_finite(value: Any) -> None:  # noqa: ANN401 - any JSON value, or a mod
     if all_finite(value):
         return
     for path in non_finite_paths(value):
-        raise CodecError(Reason.NOT_FINITE, path, "NaN or infinity is not a value; use None for a missing log-probability")
+        raise CodecError(Reason.NOT_FINITE, path, not_finite(path))
+
+
+def not_finite(path: str) -> str:
+    """What to say of NaN or infinity at a path, the last name of which says what may stand there instead."""
+    name = re.split(r"[.\[]", path.rstrip("0123456789[]"))[-1]
+    if name == "reward":
+        return "NaN or infinity is no reward: a rollout that failed belongs into the group's exceptions"
+    return "NaN or infinity is not a value" + ("; write null for a missing log-probability" if "logprob" in name else "")
 
 
 def write_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value

@@ -2,7 +2,8 @@
 
 One rule serves both encodings: a turn is (`token_ids` int32[N], `logprobs` float32[N] with NaN for missing, optionally
 `policy_versions` int32[N]). Token ids come from `token_ids`, else from `logprobs.content[].token` of the exact form
-`token_id:<n>`; any other text is not an id and the turn then has no sampled tokens (`None`), only text.
+`token_id:<n>`; any other text is not an id and the turn then has no sampled tokens (`None`), only text. An empty list of entries
+without ids is a turn of no tokens.
 
 Guarantees: lengths agree, ids and versions are not negative and fit int32, log-probabilities are finite float32 or NaN; else a
 `CodecError` with the path. Keeps: unknown keys of a logprob entry and non-empty `top_logprobs`, in `logprobs.entry_extras` by
@@ -143,6 +144,9 @@ def lift(choice: dict[str, Any], path: str) -> SampledTokens | None:
             i = next(i for i, (a, b) in enumerate(zip(said_ids, token_ids, strict=True)) if a != b)
             raise CodecError(Reason.INVALID_SCHEMA, f"{where}[{i}].token", f"{said_ids[i]} but token_ids[{i}] is {shown(token_ids[i])}")
         plain = _entry_logprobs(entries, where)
+    if token_ids is None and plain is None and _says_no_tokens(choice):
+        token_ids = []
+        choice["logprobs"] = _without_entries(choice["logprobs"], "content", [])
     if token_ids is None:
         if versions is not None:
             raise CodecError(Reason.LENGTH_MISMATCH, f"{path}.policy_versions", "there are no token ids that they could belong to")
@@ -174,6 +178,12 @@ def _entries(choice: dict[str, Any], path: str) -> tuple[list[Any] | None, str]:
     if len(found) > 1:
         raise CodecError(Reason.INVALID_SCHEMA, f"{path}.logprobs", "content and refusal both have entries: which were sampled?")
     return found[0] if found else (None, "")
+
+
+def _says_no_tokens(choice: dict[str, Any]) -> bool:
+    """Whether the log-probabilities of a choice are those of no token: an empty list, and nothing in the other one."""
+    logprobs = choice.get("logprobs")
+    return isinstance(logprobs, dict) and logprobs.get("content") == [] and not logprobs.get("refusal")
 
 
 def _without_entries(logprobs: dict[str, Any], source: str, entries: list[dict[str, Any]]) -> dict[str, Any] | None:

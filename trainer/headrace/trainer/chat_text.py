@@ -3,20 +3,22 @@
 Guarantees: the template runs in transformers' own `ImmutableSandboxedEnvironment` (a template is a program that came with a model: it
 reaches no attribute, file or import) under a bound on its time, memory and output; whatever it raises becomes a `ChatTextError` that keeps
 its message. Tools go in with one order of keys, since clients re-order them on the wire and templates print them as JSON. Tool arguments
-go in as objects, as the serving engines do, and as the text they came as where the template can't take objects.
+go in as objects, as the serving engines do, and as the text they came as where the template can't take objects. A thought goes in under
+both of its names (`reasoning_content`, `reasoning`), so that templates of either convention show it.
 Gives up: images, sound and files (`ContentError`); after three renderings of one group that ran out of time, the rest of that group.
 """
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.schemas.chat import Choice, ChoiceMessage, Message, MessageOrChoice, Tool, ToolCall
+from headrace.schemas.chat import Choice, ChoiceMessage, Message, MessageOrChoice, Tool, ToolCall, thoughts_of
 from headrace.trainer.template_bound import TemplateBoundError, bounded
 
 if TYPE_CHECKING:  # importing transformers takes seconds, also in the process that only hands groups to the tokenizing one
@@ -29,6 +31,7 @@ RENDERED_CHARACTERS = 1 << 24
 _TIME_OUTS = 3
 # Letters and digits only, so that no template trims or escapes it.
 _STAND_IN = "headraceassistantturn7f3a91"
+_ANSWER = "headraceanswer5c20d8"
 
 
 class ChatTextError(Exception):
@@ -39,19 +42,38 @@ class ContentError(Exception):
     """A message holds something else than text; the message says what and where."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoken:
+    """An assistant turn inside the conversation that ends with it."""
+
+    token_ids: list[int]
+    """Of the conversation, to the end of the turn or beyond."""
+    own: list[bool]
+    """Which of them are the turn's."""
+    end: int | None
+    """The token that ends the turn, if it was asked for and the template has one; it is among `own`."""
+
+
 class ChatText:
     """The chat template of one tokenizer, for the conversations of one group.
 
     Args:
         tokenizer: Of the base model.
         switches: Handed to the template by name (`enable_thinking`), as the rollout engines do.
+        stop_ids: Tokens with which the base model ends its turns, beside the special tokens of the tokenizer.
 
     Raises:
         ChatTextError: a switch has the name of an argument of transformers' own.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", switches: Mapping[str, bool | int | float | str] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        switches: Mapping[str, bool | int | float | str] | None = None,
+        stop_ids: Collection[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._stop_ids = frozenset(stop_ids)
         self._switches: dict[str, Any] = dict(switches or {})
         self._timed_out = 0
         self._last: tuple[str, npt.NDArray[np.int32]] | None = None
@@ -77,7 +99,7 @@ class ChatText:
             self._last = (asked, np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32))
         return self._last[1]
 
-    def spoken(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None, *, end: bool = False) -> tuple[list[int], list[bool]]:
+    def spoken(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None, *, end: bool = False) -> Spoken:
         """Token ids of a conversation that ends with an assistant's turn, and which of them are that turn's own.
 
         The turn begins where the template asks the model to speak, so that what it thought is part of it; where the template writes a
@@ -87,8 +109,8 @@ class ChatText:
         Args:
             items: The conversation.
             tools: Of the history.
-            end: Also mark the special token that ends the turn. Text alone does not say whether the model ended its turn itself; an
-                example to imitate says so.
+            end: Also mark the token that ends the turn: the special token behind it, or else the one with which the template begins the
+                message after it (GLM's `<|user|>`), which is then the last token.
 
         Raises:
             ChatTextError: no template, it raised, it rewrites the turn, or the tokenizer can't say where its tokens stand.
@@ -102,25 +124,46 @@ class ChatText:
             raise ChatTextError("the chat template rewrites this assistant turn, so its tokens can't be told from the template's")
         if not self._tokenizer.is_fast:
             raise ChatTextError("this tokenizer can't say which characters a token covers (it is not a fast one): send token ids")
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = [int(token_id) for token_id in encoded["input_ids"]]
-        spans = encoded["offset_mapping"]
         start, stop = len(prefix), len(text) - len(suffix)
-        own = [first < last and start <= first and last <= stop for first, last in spans]
-        if end:
-            for i in self._end_mark(text, ids, spans, stop):
-                own[i] = True
-        return ids, own
+        ids, spans = self._encoded(text)
+        mark = self._end_mark(text, ids, spans, stop) if end else range(0)
+        if end and not mark:
+            text_on = text[:stop] + self._before_an_answer(before, last, tools)
+            ids_on, spans_on = self._encoded(text_on)
+            mark = self._end_mark(text_on, ids_on, spans_on, stop)
+            if mark:
+                ids, spans = ids_on[: mark.stop], spans_on[: mark.stop]
+        own = [first < after and start <= first and after <= stop for first, after in spans]
+        for i in mark:
+            own[i] = True
+        return Spoken(token_ids=ids, own=own, end=ids[mark[-1]] if mark else None)
+
+    def _encoded(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text, and the characters that each covers."""
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return [int(token_id) for token_id in encoded["input_ids"]], encoded["offset_mapping"]
 
     def _end_mark(self, text: str, ids: list[int], spans: list[tuple[int, int]], stop: int) -> range:
-        """Places of the special token that ends a turn whose text ends at `stop`, and of white space before it; none if there is none."""
+        """Places of the token that ends a turn whose text ends at `stop`, and of white space before it; none if there is none."""
         begin = next((i for i, (first, _) in enumerate(spans) if first >= stop), len(ids))
         for i in range(begin, len(ids)):
-            if ids[i] in self._special:
+            if ids[i] in self._ends:
                 return range(begin, i + 1)
             if text[slice(*spans[i])].strip():
                 break
         return range(0)
+
+    def _before_an_answer(self, before: list[dict[str, Any]], last: dict[str, Any], tools: Sequence[Tool] | None) -> str:
+        """What the template writes between an assistant's turn and the message that answers it; empty if it says nothing of the kind."""
+        said = {"role": "assistant", "content": _STAND_IN}  # without its thought, which many templates leave out of past turns
+        answer: dict[str, Any] = {"role": "user", "content": _ANSWER}
+        if calls := last.get("tool_calls"):
+            answer = {"role": "tool", "content": _ANSWER, "name": calls[-1]["function"]["name"], "tool_call_id": calls[-1].get("id", "")}
+        try:
+            text = self._render([*before, said, answer], tools, add_generation_prompt=False)
+        except ChatTextError:  # many templates refuse an order of roles that they do not expect
+            return ""
+        return text.partition(_STAND_IN)[2].partition(_ANSWER)[0]
 
     def _asked(self, before: list[dict[str, Any]], tools: Sequence[Tool] | None, text: str) -> str | None:
         """What the template writes to make the model speak, if the conversation goes on from it."""
@@ -131,9 +174,12 @@ class ChatText:
         return asked if text.startswith(asked) else None
 
     @cached_property
-    def _special(self) -> frozenset[int]:
+    def _ends(self) -> frozenset[int]:
+        """Tokens that can end a turn: all special ones but the one that begins a text."""
         added = self._tokenizer.added_tokens_decoder.items()
-        return frozenset({*self._tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)})
+        special = {*self._tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
+        begins = {self._tokenizer.bos_token_id} - {self._tokenizer.eos_token_id}
+        return frozenset((special - begins) | self._stop_ids)
 
     def _render(self, messages: list[dict[str, Any]], tools: Sequence[Tool] | None, *, add_generation_prompt: bool) -> str:
         if self._tokenizer.chat_template is None:
@@ -150,7 +196,7 @@ class ChatText:
                 )
             )
 
-        with_objects = [_with_arguments(message, _as_object) for message in messages]
+        with_objects = [_with_arguments(message, as_object) for message in messages]
         with_text = [_with_arguments(message, _as_text) for message in messages]
         variants = [with_objects] if with_objects == with_text else [with_objects, with_text]
         problem: Exception | None = None
@@ -209,8 +255,7 @@ def _plain(item: MessageOrChoice) -> dict[str, Any]:
         # Several text parts become lines, as vLLM joins them for templates that take strings.
         content = "\n".join(part["text"] for part in content)
     plain: dict[str, Any] = {"role": message.role, "content": content or message.refusal or ""}
-    if message.reasoning_content:
-        plain["reasoning_content"] = message.reasoning_content
+    plain |= thoughts_of(message)
     if message.tool_calls:
         plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
     if isinstance(message, Message):
@@ -233,7 +278,7 @@ def _with_arguments(message: dict[str, Any], convert: Callable[[str | dict[str, 
     return {**message, "tool_calls": calls}
 
 
-def _as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
+def as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
     """Decoded, where they are the JSON of an object, or nothing at all (a call without arguments)."""
     if not isinstance(arguments, str):
         return arguments

@@ -8,7 +8,7 @@ Shapes: T tokens of one sequence.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -86,6 +86,10 @@ class TokenizedTrajectory:
     final_policy_version: int | None = None
     truncated: int = 0
     """How many of its sequences were cut to the longest that is trained on."""
+    turns_without_end: int = 0
+    """Turns of text that the model ended, and whose end the chat template does not tell."""
+    turns_as_context: int = 0
+    """Choices without log-probabilities, and assistant messages, that are context although the model may have sampled them."""
 
     @property
     def tokens(self) -> int:
@@ -96,6 +100,9 @@ class TokenizedTrajectory:
     def trainable_tokens(self) -> int:
         """Sampled tokens over all sequences."""
         return sum(sequence.trainable_tokens for sequence in self.sequences)
+
+
+_OF_MEMBER = tuple(field.name for field in fields(TokenizedTrajectory) if field.name != "sequences")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +142,7 @@ class TokenizedGroup:
         )
         spans = [(len(sequence), sequence.policy_versions is not None) for sequence in sequences]
         members = [
-            (len(member.sequences), member.reward, member.initial_policy_version, member.final_policy_version, member.truncated)
-            for member in self.trajectories
+            (len(member.sequences), {name: getattr(member, name) for name in _OF_MEMBER}) for member in self.trajectories
         ]
         return _unpickled, (self.group_id, self.rejected, self.exceptions, self.sft, arrays, spans, members)
 
@@ -187,7 +193,7 @@ def _unpickled(  # noqa: PLR0917 - the order of a pickle
     sft: bool,
     arrays: tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.float32], npt.NDArray[np.int32]],
     spans: list[tuple[int, bool]],
-    members: list[tuple[int, float, int | None, int | None, int]],
+    members: list[tuple[int, dict[str, Any]]],
 ) -> TokenizedGroup:
     """A group whose sequences are stretches of its flat arrays."""
     token_ids, trainable, logprobs, versions = arrays
@@ -205,14 +211,5 @@ def _unpickled(  # noqa: PLR0917 - the order of a pickle
         )
         at, at_versions = stop, at_versions + length * has_versions
     sequences = iter(made)
-    trajectories = tuple(
-        TokenizedTrajectory(
-            reward=reward,
-            sequences=tuple(islice(sequences, count)),
-            initial_policy_version=initial,
-            final_policy_version=final,
-            truncated=truncated,
-        )
-        for count, reward, initial, final, truncated in members
-    )
+    trajectories = tuple(TokenizedTrajectory(sequences=tuple(islice(sequences, count)), **of_member) for count, of_member in members)
     return TokenizedGroup(group_id=group_id, trajectories=trajectories, rejected=rejected, exceptions=exceptions, sft=sft)

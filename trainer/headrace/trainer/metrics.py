@@ -1,7 +1,7 @@
 """What is reported of a step, by name. Finite numbers only; what can't be computed is left out.
 
 Of the batch (`batch_metrics`): `groups`, `trajectories`, `groups_zero_variance`, `exceptions`, `trajectories_rejected` (members that
-their groups train without), `trajectories_truncated`; `reward_mean/std/min/max` (population, over
+their groups train without), `trajectories_truncated`, `turns_without_end` and `turns_as_context` (see `TokenizedTrajectory`); `reward_mean/std/min/max` (population, over
 all trajectories, also of groups without variance), `reward_deviation` (mean over groups of the deviation inside); `updates`, `micro_steps`,
 `rows`, `dummy_passes` (passes of weight zero, made where a rank had no row left); `sequences`, `trainable_tokens`, `tokens` (computed:
 a shared prefix counts once), `sequence_tokens` (without sharing), `sharing` (their ratio), `fill` (tokens over what the rows could
@@ -116,6 +116,8 @@ def batch_metrics(groups: Sequence[TokenizedGroup], updates: Sequence[PackedUpda
         "exceptions": sum(group.exceptions for group in groups),
         "trajectories_rejected": sum(len(group.rejected) for group in groups),
         "trajectories_truncated": sum(group.truncated for group in groups),
+        "turns_without_end": sum(member.turns_without_end for group in groups for member in group.trajectories),
+        "turns_as_context": sum(member.turns_as_context for group in groups for member in group.trajectories),
         "updates": len(updates),
         "micro_steps": len(micro_steps),
         "rows": len(rows),

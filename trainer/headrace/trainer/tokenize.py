@@ -8,9 +8,11 @@ but by policy. Needs no torch, and no chat template while every choice brings it
 a group, which is read later; what matters here (`purpose`, `allow_training_without_logprobs`) the group says itself.
 """
 
+import json
 from collections.abc import Callable
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.core.errors import HeadraceError
@@ -68,6 +70,7 @@ class GroupTokenizer:
         self._base = base
         try:
             config = AutoConfig.from_pretrained(base.path, **_gguf(base), local_files_only=True).get_text_config()
+            self._stop_ids = _stop_ids(config.eos_token_id, Path(base.path))
         except Exception as error:
             raise BaseUnreadableError(f"base model {base.path}: its config can't be read: {type(error).__name__}: {error}") from error
         self.limits = BaseLimits(vocabulary=int(config.vocab_size), positions=getattr(config, "max_position_embeddings", None))
@@ -116,11 +119,13 @@ class GroupTokenizer:
                 fitting.append(
                     TokenizedTrajectory(
                         reward=float(trajectory.reward),
-                        sequences=made.sequences,
+                        sequences=made.fitted.sequences,
                         # An example was written, not sampled: there is no version whose lag could matter.
                         initial_policy_version=None if sft else trajectory.initial_policy_version,
                         final_policy_version=None if sft else trajectory.final_policy_version,
-                        truncated=made.truncated,
+                        truncated=made.fitted.truncated,
+                        turns_without_end=made.turns_without_end,
+                        turns_as_context=made.turns_as_context,
                     )
                 )
         tokenized = TokenizedGroup(
@@ -137,7 +142,7 @@ class GroupTokenizer:
         def chat() -> ChatText:
             if not opened:
                 try:
-                    opened.append(ChatText(self._tokenizer, settings.chat_template_kwargs))
+                    opened.append(ChatText(self._tokenizer, settings.chat_template_kwargs, self._stop_ids))
                 except ChatTextError as error:  # kept: a folder that can't be read is not tried again for every turn
                     opened.append(error)
             if isinstance(opened[0], ChatTextError):
@@ -163,6 +168,15 @@ class GroupTokenizer:
 
 def _gguf(base: BaseSource) -> dict[str, str]:
     return {} if base.gguf_file is None else {"gguf_file": base.gguf_file}
+
+
+def _stop_ids(of_config: int | list[int] | None, folder: Path) -> frozenset[int]:
+    """Tokens with which a base model ends its turns, by its config and its generation config."""
+    found = [of_config]
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        found.append(json.loads(generation.read_bytes()).get("eos_token_id"))
+    return frozenset(token_id for ids in found if ids is not None for token_id in (ids if isinstance(ids, list) else [ids]))
 
 
 def _choices(trajectory: Trajectory) -> int:

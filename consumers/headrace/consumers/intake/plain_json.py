@@ -23,6 +23,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 from pydantic import TypeAdapter
 
 from headrace.schemas.chat import Tool, ToolCall
+from headrace.schemas.surrogates import holds_stand_in
 from headrace.schemas.trajectory import RolloutException
 
 _NO_NUMBERS = Raw(b"[]")
@@ -33,7 +34,7 @@ Version = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Number = Integer | float | bool
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
-Finished = Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
+Finished = Literal["stop", "length", "tool_calls", "content_filter", "function_call", "abort"]
 
 
 class PlainMessage(Struct, gc=False, forbid_unknown_fields=True):
@@ -43,12 +44,12 @@ class PlainMessage(Struct, gc=False, forbid_unknown_fields=True):
     content: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[Raw] | None = None
     # What clients add, mostly empty.
     annotations: list[None] | None = None
     audio: None = None
     function_call: None = None
-    reasoning: str | None = None
 
 
 class PlainItem(Struct, gc=False, forbid_unknown_fields=True):
@@ -60,8 +61,9 @@ class PlainItem(Struct, gc=False, forbid_unknown_fields=True):
     tool_calls: list[Raw] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
-    finish_reason: Finished | UnsetType = UNSET
+    finish_reason: Finished | UnsetType | None = UNSET
     index: Integer = 0
     message: PlainMessage | UnsetType = UNSET
     logprobs: None = None
@@ -161,8 +163,10 @@ def read_plain(body: bytes | memoryview) -> Plain:
             raise ValueError
     if len(body) != at + 4 * n * len(tensors) or sys.byteorder != "little":
         raise ValueError
+    if holds_stand_in(text := header.metadata.group.encode()):
+        raise ValueError
     return Plain(
-        group=_decode_group(header.metadata.group),
+        group=_decode_group(text),
         ids=np.frombuffer(body, np.int32, n, at),
         logprobs=np.frombuffer(body, np.float32, n, at + 4 * n),
         versions=None if header.policy_versions is None else np.frombuffer(body, np.int32, n, at + 8 * n),

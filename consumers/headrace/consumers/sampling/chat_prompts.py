@@ -8,12 +8,11 @@ Gives up: templates that need to see the earlier turns to render the later ones 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 from headrace.consumers.sampling.generation import Generation
 from headrace.core.errors import HeadraceError
-from headrace.schemas.chat import Choice, Message, Tool
+from headrace.schemas.chat import Choice, ChoiceMessage, Message, Tool, thoughts_of
 
 ChatMessage = Message | Choice | Mapping[str, Any]
 """A message as a schema model or as a plain OpenAI-style dict."""
@@ -92,5 +91,8 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
     if isinstance(message, Choice):
-        return message.message.model_dump(exclude_none=True)
-    return message.model_dump(exclude_none=True) if isinstance(message, BaseModel) else dict(message)
+        message = message.message
+    if isinstance(message, Mapping):
+        thoughts = {name: message[name] for name in ("reasoning_content", "reasoning") if message.get(name)}
+        return {**message, **thoughts_of(ChoiceMessage.model_validate(thoughts))}
+    return {**message.model_dump(exclude_none=True), **thoughts_of(message)}

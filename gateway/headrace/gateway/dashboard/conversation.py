@@ -41,7 +41,7 @@ def _row(item: MessageOrChoice, span: Span | None) -> MessageRow:
         sampled=isinstance(item, Choice),
         name=message.name if isinstance(message, Message) else None,
         text="\n".join(part for part in (_text(message.content), message.refusal) if part),
-        reasoning=message.reasoning_content,
+        reasoning=message.reasoning_content or message.reasoning,
         calls=[_call(call) for call in message.tool_calls or []],
         call_id=message.tool_call_id if isinstance(message, Message) else None,
         finish_reason=item.finish_reason if isinstance(item, Choice) else None,

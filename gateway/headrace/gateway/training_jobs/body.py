@@ -14,6 +14,8 @@ from typing_extensions import Buffer
 
 from headrace.gateway.received import ReceivedBody
 from headrace.gateway.training_jobs.faults import Faults
+from headrace.schemas.parsing import not_finite
+from headrace.schemas.surrogates import mended
 
 # A quote always begins a match, also where its string never ends: no byte is looked at twice, so the search is linear.
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|-?Infinity|NaN|[\[\]{},:]', re.DOTALL)
@@ -73,8 +75,10 @@ def split(body: Buffer, most_groups: int, *, model_id: str | None = None) -> Spl
     except msgspec.ValidationError as error:
         faults.add(["body"], f"a JSON object is needed: {error}", "object_type")
     except (msgspec.DecodeError, RecursionError) as error:
+        if (whole := mended(body)) is not None:  # one trajectory is unreadable then, and not all of them
+            return split(bytearray(whole), model_id=model_id)
         for path in _not_numbers(body):
-            faults.add(["body", *path], "NaN or infinity is not a value; write null for a missing log-probability", "not_finite")
+            faults.add(["body", *path], not_finite(str(path[-1]) if path else ""), "not_finite")
             if faults.full:
                 break
         if not faults:
