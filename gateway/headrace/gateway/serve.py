@@ -10,6 +10,8 @@ from collections.abc import Callable
 import uvicorn
 
 from headrace.core.errors import HeadraceError
+from headrace.core.kafka import client_options
+from headrace.core.kafka_outage import folding
 from headrace.core.settings import Settings
 from headrace.gateway.access import is_loopback
 from headrace.gateway.app import create_app
@@ -70,9 +72,11 @@ async def serve(settings: Settings, listener: socket.socket, *, ready: Callable[
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_SECONDS, server_header=False
     )
-    async with gate, tracking(gate):
-        ready()
-        await Server(config, gate).serve(sockets=[listener])
+    kafka = client_options(settings.kafka, "headrace-gateway")
+    with folding(lambda: kafka):
+        async with gate, tracking(gate):
+            ready()
+            await Server(config, gate).serve(sockets=[listener])
 
 
 class Server(uvicorn.Server):

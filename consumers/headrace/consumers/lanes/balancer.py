@@ -22,6 +22,7 @@ from aiokafka.errors import InvalidSessionTimeoutError
 from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options, plain_errors
+from headrace.core.kafka_outage import kafka_back, log_trouble
 from headrace.core.settings import Settings
 from headrace.core.topic_metadata import counts_of, open_admin
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 1000
 _METADATA_AGE_MS = 3000
 _LOOK_SECONDS = 5.0
+_STOP_SECONDS = 5.0
 _PATIENT_LOOKS = 3
 """A lane that has no owner in so many looks in a row is not one that a rebalance is about to assign."""
 _STABLE = "Stable"
@@ -122,10 +124,10 @@ class Balancer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is 
             return
         try:
             # aiokafka#773: stop can hang in the heartbeat routine.
-            async with deadline(10):
+            async with deadline(_STOP_SECONDS):
                 await consumer.stop()
         except TimeoutError:
-            logger.warning("the group consumer did not stop in 10 s; the group will notice by its session timeout")
+            logger.warning("the group consumer did not stop in %g s; the group will notice by its session timeout", _STOP_SECONDS)
 
     async def _keep(self) -> None:
         """Stay in the group; leave and join again when the consumer fails or lanes stay without an owner."""
@@ -134,9 +136,10 @@ class Balancer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is 
                 if self._consumer is None:
                     await self._join()
                 await self._stay(self._consumer)
-            except Exception as error:  # whatever ends a consumer, a new one can follow
-                logger.warning("group consumer: %r; joining again", error)
+            except Exception as error:  # noqa: BLE001 - whatever ends a consumer, a new one can follow
+                log_trouble(logger, logging.WARNING, error, "group consumer: %r; joining again", error)
                 await asyncio.sleep(1)
+                await kafka_back()
             await self._leave()
 
     async def _stay(self, consumer: AIOKafkaConsumer) -> None:

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from headrace.consumers.weights.target import WeightTarget
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions
+from headrace.core.kafka_outage import kafka_back, log_trouble
 from headrace.core.lanes import lane_of
 from headrace.core.reading import follow
 from headrace.core.topic_metadata import partition_count
@@ -58,6 +59,9 @@ class WeightFeed(WeightTarget):
                         pause = 1.0
                         self.observe(batch)
             except HeadraceError as error:
-                logger.warning("following %s partition %d: %s; again in %g s", self._topic, partition, error, pause)
+                log_trouble(
+                    logger, logging.WARNING, error, "following %s partition %d: %s; again in %g s", self._topic, partition, error, pause
+                )
                 await asyncio.sleep(pause)  # a pause between attempts, no synchronisation
+                await kafka_back()
                 pause = min(2 * pause, _LONGEST_PAUSE)
