@@ -13,6 +13,8 @@ from headrace.schemas.chat import Choice, ChoiceMessage, Message
 from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
 
 PARTITIONS = 4
+MODEL = "00000000-0000-4000-8000-000000000001"
+"""An id: the topics of these tests know no models, as a producer without the right to read them does not."""
 ReadAll = Callable[[], Awaitable[list[ConsumerRecord]]]
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.producers.conftest import make_group, make_topic, read_topic
+from tests.producers.conftest import MODEL, make_group, make_topic, read_topic
 
 from headrace.core.local import LocalBroker
 from headrace.core.settings import KafkaSettings, ProducerSettings, Settings, TopicSettings
@@ -29,7 +29,7 @@ async def started(folder: Path, timeout_ms: int) -> tuple[LocalBroker, Settings]
 async def test_a_broker_that_is_gone_fails_each_group_within_the_request_timeout_and_later_ones_arrive(tmp_path: Path):
     broker, settings = await started(tmp_path, 2000)
     try:
-        async with TrajectoryProducer(settings, model_id="m") as producer:
+        async with TrajectoryProducer(settings, model_id=MODEL) as producer:
             await producer.send(make_group())
             port = int(broker.bootstrap_servers.rpartition(":")[2])
             await asyncio.to_thread(broker.stop)
@@ -68,7 +68,7 @@ async def arrives(producer: TrajectoryProducer) -> DeliveryReport:
 async def test_a_broker_that_hangs_and_goes_on_leaves_every_group_in_the_log_once(tmp_path: Path):
     broker, settings = await started(tmp_path, 20_000)
     try:
-        async with TrajectoryProducer(settings, model_id="m") as producer:
+        async with TrajectoryProducer(settings, model_id=MODEL) as producer:
             await producer.send(make_group(group_id="first"))
             os.kill(broker.pid, signal.SIGSTOP)
             deliveries = [await producer.submit(make_group(group_id=f"g{i}")) for i in range(20)]

@@ -9,7 +9,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.record.default_records import DefaultRecordBatch
-from tests.producers.conftest import make_group
+from tests.producers.conftest import MODEL, make_group
 
 from headrace.core.settings import Settings
 from headrace.producers import TrajectoryProducer
@@ -78,7 +78,7 @@ async def test_a_full_batch_is_compressed_while_the_one_before_it_is_on_its_way(
 
     plain = _PackedBuilder.begun
     monkeypatch.setattr(_PackedBuilder, "begun", noted)
-    async with TrajectoryProducer(producer_settings, model_id="m") as producer:
+    async with TrajectoryProducer(producer_settings, model_id=MODEL) as producer:
         client = producer._link._client
         assert isinstance(client, AIOKafkaProducer)
         send = client.client.send

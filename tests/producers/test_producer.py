@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
-from tests.producers.conftest import PARTITIONS, ReadAll, make_group, make_topic
+from tests.producers.conftest import MODEL, PARTITIONS, ReadAll, make_group, make_topic
 
 from headrace.core.kafka import KafkaUnavailableError
 from headrace.core.lanes import lane_of
@@ -42,7 +42,7 @@ def with_producer(settings: Settings, **changes: Any) -> Settings:
 @pytest.mark.parametrize("encoding", ["safetensors", "json"])
 async def test_what_arrives_is_the_group_that_was_sent(producer_settings: Settings, read_all: ReadAll, encoding: str, compression: str):
     group = make_group(metadata={"scenario": "s"})
-    async with TrajectoryProducer(with_producer(producer_settings, encoding=encoding, compression=compression), model_id="m") as producer:
+    async with TrajectoryProducer(with_producer(producer_settings, encoding=encoding, compression=compression), model_id=MODEL) as producer:
         report = await producer.send(group, traceparent=TRACE)
     (record,) = await read_all()
     headers = header_text(record.headers)
@@ -51,20 +51,20 @@ async def test_what_arrives_is_the_group_that_was_sent(producer_settings: Settin
     assert headers["ce_type"] == "headrace.trajectory-group.v1"
     assert headers["ce_id"] == group.group_id
     assert headers["traceparent"] == TRACE
-    assert record.key == b"m"
+    assert record.key == MODEL.encode()
     assert (report.topic, report.partition, report.offset) == (record.topic, record.partition, record.offset)
     assert (report.group_id, report.claimed, report.size) == (group.group_id, False, len(record.value))
 
 
 async def test_a_group_goes_to_the_lane_of_its_model(producer_settings: Settings):
     async with TrajectoryProducer(producer_settings) as producer:
-        for model in [str(uuid.uuid4()) for _ in range(12)] + ["modèle"]:
+        for model in [str(uuid.uuid4()) for _ in range(12)]:
             assert (await producer.send(make_group(), model)).partition == lane_of(model, PARTITIONS)
 
 
 async def test_a_prepared_group_is_sent_as_it_is(producer_settings: Settings, read_all: ReadAll):
     prepared = sampled(make_group())
-    async with TrajectoryProducer(producer_settings, model_id="m") as producer:
+    async with TrajectoryProducer(producer_settings, model_id=MODEL) as producer:
         await producer.send(prepared)
     (record,) = await read_all()
     assert decode_group(record.value, SAFETENSORS_TYPE) == prepared
@@ -72,7 +72,7 @@ async def test_a_prepared_group_is_sent_as_it_is(producer_settings: Settings, re
 
 async def test_the_same_object_sent_again_keeps_its_group_id(producer_settings: Settings):
     group = make_group()
-    async with TrajectoryProducer(producer_settings, model_id="m") as producer:
+    async with TrajectoryProducer(producer_settings, model_id=MODEL) as producer:
         first, second = await producer.send(group), await producer.send(group)
     assert group.group_id is not None
     assert first.group_id == second.group_id == group.group_id
@@ -81,7 +81,7 @@ async def test_the_same_object_sent_again_keeps_its_group_id(producer_settings: 
 
 async def test_above_the_inline_limit_a_claim_stands_for_the_group(producer_settings: Settings, read_all: ReadAll):
     group = make_group(tokens=3000, job_id="j")
-    async with TrajectoryProducer(with_producer(producer_settings, inline_limit_bytes=4096), model_id="m") as producer:
+    async with TrajectoryProducer(with_producer(producer_settings, inline_limit_bytes=4096), model_id=MODEL) as producer:
         report = await producer.send(group, traceparent=TRACE)
     (record,) = await read_all()
     headers = header_text(record.headers)
@@ -97,7 +97,7 @@ async def test_above_the_inline_limit_a_claim_stands_for_the_group(producer_sett
 
 async def test_a_store_that_takes_nothing_fails_the_group_and_sends_nothing(producer_settings: Settings, read_all: ReadAll, tmp_path: Path):
     (tmp_path / "store").write_text("a file where the folder should be")
-    async with TrajectoryProducer(with_producer(producer_settings, inline_limit_bytes=1024), model_id="m") as producer:
+    async with TrajectoryProducer(with_producer(producer_settings, inline_limit_bytes=1024), model_id=MODEL) as producer:
         with pytest.raises(DeliveryError, match="payload could not be stored") as caught:
             await producer.send(make_group(tokens=3000))
     assert not caught.value.unknown
@@ -107,7 +107,7 @@ async def test_a_store_that_takes_nothing_fails_the_group_and_sends_nothing(prod
 async def test_submitted_groups_stand_in_the_log_in_their_order(producer_settings: Settings, read_all: ReadAll):
     # Every third is claimed: its upload must not let the next one overtake it.
     groups = [make_group(tokens=3000 if i % 3 == 0 else 3, group_id=f"g{i}") for i in range(30)]
-    async with TrajectoryProducer(with_producer(producer_settings, inline_limit_bytes=4096), model_id="m") as producer:
+    async with TrajectoryProducer(with_producer(producer_settings, inline_limit_bytes=4096), model_id=MODEL) as producer:
         deliveries = [await producer.submit(group) for group in groups]
         reports = await asyncio.gather(*deliveries)
     assert [report.offset for report in reports] == [*range(30)]
@@ -115,7 +115,7 @@ async def test_submitted_groups_stand_in_the_log_in_their_order(producer_setting
 
 
 async def test_leaving_the_block_flushes_what_is_buffered(producer_settings: Settings, read_all: ReadAll):
-    async with TrajectoryProducer(with_producer(producer_settings, linger_ms=500), model_id="m") as producer:
+    async with TrajectoryProducer(with_producer(producer_settings, linger_ms=500), model_id=MODEL) as producer:
         deliveries = [producer.try_send(make_group(tokens=n)) for n in (3, 3, 9000)]
         assert not any(delivery.done() for delivery in deliveries)
     assert all(delivery.done() for delivery in deliveries)
@@ -124,7 +124,7 @@ async def test_leaving_the_block_flushes_what_is_buffered(producer_settings: Set
 
 async def test_try_send_says_that_the_buffer_is_full_and_send_waits_for_room(producer_settings: Settings, read_all: ReadAll):
     # A group of 800 tokens takes about 15 KB (two trajectories).
-    async with TrajectoryProducer(with_producer(producer_settings, buffer_bytes=25_000, linger_ms=300), model_id="m") as producer:
+    async with TrajectoryProducer(with_producer(producer_settings, buffer_bytes=25_000, linger_ms=300), model_id=MODEL) as producer:
         first = producer.try_send(make_group(tokens=800))
         with pytest.raises(BufferFullError, match="no room"):
             producer.try_send(make_group(tokens=1600))
@@ -137,13 +137,13 @@ async def test_try_send_says_that_the_buffer_is_full_and_send_waits_for_room(pro
 
 
 async def test_a_group_larger_than_the_whole_buffer_is_sent_alone(producer_settings: Settings):
-    async with TrajectoryProducer(with_producer(producer_settings, buffer_bytes=1024), model_id="m") as producer:
+    async with TrajectoryProducer(with_producer(producer_settings, buffer_bytes=1024), model_id=MODEL) as producer:
         reports = await asyncio.gather(*[producer.send(make_group(tokens=2000)) for _ in range(4)])
     assert sorted(report.offset for report in reports) == [0, 1, 2, 3]
 
 
 async def test_a_cancelled_send_is_delivered_all_the_same_once_it_is_buffered(producer_settings: Settings, read_all: ReadAll):
-    async with TrajectoryProducer(with_producer(producer_settings, linger_ms=300), model_id="m") as producer:
+    async with TrajectoryProducer(with_producer(producer_settings, linger_ms=300), model_id=MODEL) as producer:
         sending = asyncio.create_task(producer.send(make_group()))
         await asyncio.sleep(0)  # the send runs up to its wait for the acknowledgement
         assert producer.buffered_bytes
@@ -179,7 +179,7 @@ def other_length() -> TrajectoryGroup:
 async def test_a_bad_group_is_refused_at_the_door_and_nothing_is_sent(
     producer_settings: Settings, read_all: ReadAll, group: TrajectoryGroup, path: str
 ):
-    async with TrajectoryProducer(producer_settings, model_id="m") as producer:
+    async with TrajectoryProducer(producer_settings, model_id=MODEL) as producer:
         for attempt in (producer.send, producer.submit, producer.try_send):
             with pytest.raises(InvalidGroupError) as caught:
                 await attempt(group)  # type: ignore[misc]  # try_send raises before there is anything to await
@@ -195,11 +195,11 @@ async def test_a_missing_or_reserved_model_id_is_refused(producer_settings: Sett
             with pytest.raises(InvalidGroupError, match=rf"model_id: .*{detail}"):
                 await producer.send(make_group(), model)
         with pytest.raises(InvalidGroupError, match="traceparent"):
-            await producer.send(make_group(), "m", traceparent="trace me")
+            await producer.send(make_group(), MODEL, traceparent="trace me")
 
 
 async def test_outside_its_block_the_producer_takes_nothing(producer_settings: Settings):
-    producer = TrajectoryProducer(producer_settings, model_id="m")
+    producer = TrajectoryProducer(producer_settings, model_id=MODEL)
     with pytest.raises(ProducerClosedError):
         await producer.send(make_group())
     async with producer:
@@ -222,7 +222,7 @@ async def test_after_a_record_that_the_broker_refuses_the_next_one_arrives(kafka
         topics=TopicSettings(prefix=topic_prefix),
         producer=ProducerSettings(compression="none"),
     )
-    async with TrajectoryProducer(settings, model_id="m") as producer:
+    async with TrajectoryProducer(settings, model_id=MODEL) as producer:
         await producer.send(make_group())
         with pytest.raises(DeliveryError, match="MessageSizeTooLarge"):
             await producer.send(make_group(tokens=3000))
@@ -238,7 +238,7 @@ async def test_an_unreachable_broker_is_an_error_with_its_address():
 async def test_a_job_is_its_groups_and_then_its_record_on_the_same_partition(producer_settings: Settings, read_all: ReadAll):
     groups = [make_group(), make_group(), make_group()]
     config = TrainConfig(learning_rate=1e-4)
-    async with TrajectoryProducer(producer_settings, model_id="m") as producer:
+    async with TrajectoryProducer(producer_settings, model_id=MODEL) as producer:
         job_id = await producer.submit_job(groups, config)
         assert await producer.submit_job(groups, config, job_id=job_id) == job_id, "the same job again is the same records again"
     records = await read_all()
@@ -255,7 +255,7 @@ async def test_a_job_is_its_groups_and_then_its_record_on_the_same_partition(pro
 
 async def test_a_job_with_one_bad_group_sends_nothing(producer_settings: Settings, read_all: ReadAll):
     twin = make_group(group_id="twin")
-    async with TrajectoryProducer(producer_settings, model_id="m") as producer:
+    async with TrajectoryProducer(producer_settings, model_id=MODEL) as producer:
         for groups, path in (
             ([], "groups"),
             ([make_group(), nan_reward()], "groups[1].trajectories[1].reward"),
@@ -271,7 +271,7 @@ async def test_a_job_with_one_bad_group_sends_nothing(producer_settings: Setting
 
 async def test_a_job_of_examples_says_so_in_its_record_and_in_each_group(producer_settings: Settings, read_all: ReadAll):
     groups = [make_group(), make_group(purpose="sft")]
-    async with TrajectoryProducer(producer_settings, model_id="m") as producer:
+    async with TrajectoryProducer(producer_settings, model_id=MODEL) as producer:
         await producer.submit_job(groups, sft=SftConfig(epochs=2), job_id="j")
         await producer.submit_job([make_group()], kind="sft", job_id="plain")
     *sent, first, _, second = await read_all()
@@ -283,7 +283,7 @@ async def test_a_job_of_examples_says_so_in_its_record_and_in_each_group(produce
 async def test_a_jobs_word_on_missing_log_probabilities_stands_in_its_groups_which_are_read_first(
     producer_settings: Settings, read_all: ReadAll
 ):
-    async with TrajectoryProducer(producer_settings, model_id="m") as producer:
+    async with TrajectoryProducer(producer_settings, model_id=MODEL) as producer:
         await producer.submit_job([make_group()], TrainConfig(allow_training_without_logprobs=True), job_id="j")
         await producer.submit_job([make_group()], TrainConfig(ppo=True), job_id="k")
     said, _, silent, _ = [record.value for record in await read_all()]
@@ -293,7 +293,7 @@ async def test_a_jobs_word_on_missing_log_probabilities_stands_in_its_groups_whi
 
 async def test_examples_and_rollouts_do_not_mix_and_examples_never_enter_the_stream(producer_settings: Settings, read_all: ReadAll):
     sft = SftConfig()
-    async with TrajectoryProducer(producer_settings, model_id="m") as producer:
+    async with TrajectoryProducer(producer_settings, model_id=MODEL) as producer:
         for groups, options, path in (
             ([make_group(), make_group(purpose="sft")], {}, "groups[1].purpose"),
             ([make_group(purpose="rl")], {"sft": sft}, "groups[0].purpose"),
@@ -318,7 +318,7 @@ async def test_encoding_a_large_group_does_not_hold_up_the_event_loop(producer_s
         encode(producer, outgoing)
 
     monkeypatch.setattr(TrajectoryProducer, "_encode", noted)
-    async with TrajectoryProducer(producer_settings, model_id="m") as producer:
+    async with TrajectoryProducer(producer_settings, model_id=MODEL) as producer:
         await producer.send(make_group(tokens=100_000))
     assert threads
     assert threading.main_thread() not in threads
@@ -334,7 +334,7 @@ async def test_compressing_a_large_batch_does_not_hold_up_the_event_loop(produce
         return pack(builder)
 
     monkeypatch.setattr(packed_batches, "_packed", noted)
-    async with TrajectoryProducer(settings, model_id="m") as producer:
+    async with TrajectoryProducer(settings, model_id=MODEL) as producer:
         await producer.send(sampled(make_group(tokens=50_000)))
     assert threads
     assert threading.main_thread() not in threads

@@ -24,7 +24,7 @@ def say(text):
 
 ASYNC = """
 async def main():
-    async with TrajectoryProducer(settings, model_id="m", flush_on_sigterm={flag}) as producer:
+    async with TrajectoryProducer(settings, model_id="00000000-0000-4000-8000-000000000001", flush_on_sigterm={flag}) as producer:
         for _ in range(3):
             await producer.submit(make_group())
         say("buffered")
@@ -33,7 +33,7 @@ asyncio.run(main())
 """
 
 SYNC = """
-producer = SyncTrajectoryProducer(settings, model_id="m", flush_on_sigterm={flag})
+producer = SyncTrajectoryProducer(settings, model_id="00000000-0000-4000-8000-000000000001", flush_on_sigterm={flag})
 producer.start()
 for _ in range(3):
     producer.submit(make_group())

@@ -5,7 +5,7 @@ from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.producers.conftest import ReadAll, make_group
+from tests.producers.conftest import MODEL, ReadAll, make_group
 from tests.producers.test_producer import with_producer
 
 from headrace.core.kafka import KafkaUnavailableError
@@ -15,7 +15,7 @@ from headrace.schemas.envelope import header_text
 
 
 async def test_it_sends_submits_and_flushes_and_leaves_no_thread(producer_settings: Settings, read_all: ReadAll):
-    with SyncTrajectoryProducer(producer_settings, model_id="m") as producer:
+    with SyncTrajectoryProducer(producer_settings, model_id=MODEL) as producer:
         assert producer.send(make_group()).offset == 0
         later = producer.submit(make_group())
         tried = producer.try_send(make_group())
@@ -29,7 +29,7 @@ async def test_it_sends_submits_and_flushes_and_leaves_no_thread(producer_settin
 
 
 async def test_many_threads_share_it(producer_settings: Settings, read_all: ReadAll):
-    with SyncTrajectoryProducer(producer_settings, model_id="m") as producer, ThreadPoolExecutor(8) as threads:
+    with SyncTrajectoryProducer(producer_settings, model_id=MODEL) as producer, ThreadPoolExecutor(8) as threads:
         reports = list(threads.map(lambda _: producer.send(make_group()), range(40)))
     assert sorted(report.offset for report in reports) == [*range(40)]
     assert len(await read_all()) == 40
@@ -37,7 +37,7 @@ async def test_many_threads_share_it(producer_settings: Settings, read_all: Read
 
 def test_errors_are_the_same(producer_settings: Awaitable[Settings]):
     settings = with_producer(producer_settings, buffer_bytes=1024, linger_ms=300)  # type: ignore[arg-type]  # pytest awaits the fixture
-    with SyncTrajectoryProducer(settings, model_id="m") as producer:
+    with SyncTrajectoryProducer(settings, model_id=MODEL) as producer:
         with pytest.raises(InvalidGroupError, match="trajectories"):
             producer.send(make_group().model_copy(update={"trajectories": []}))
         producer.try_send(make_group(tokens=100))

@@ -9,7 +9,7 @@ import logging
 from faststream.kafka import KafkaBroker
 from faststream.security import BaseSecurity, SASLPlaintext, SASLScram256, SASLScram512
 
-from headrace.core.kafka import client_options, require_bootstrap
+from headrace.core.kafka import METADATA_AGE_MS, client_options, require_bootstrap
 from headrace.core.settings import Settings
 
 CLIENT_ID = "headrace-events"
@@ -26,6 +26,7 @@ def event_broker(settings: Settings, client_id: str = CLIENT_ID) -> KafkaBroker:
         require_bootstrap(settings),
         client_id=client_id,
         request_timeout_ms=settings.kafka.request_timeout_ms,
+        metadata_max_age_ms=METADATA_AGE_MS,
         security=_security(settings, options.get("ssl_context")),
         enable_idempotence=True,
         log_level=logging.DEBUG,  # of "Received" and "Processed", two lines a record; failures are logged as errors all the same

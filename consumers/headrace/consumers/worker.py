@@ -8,6 +8,7 @@ release all lanes and end the rank before the process ends. Gives up: nothing ab
 import asyncio
 import logging
 import signal
+from collections.abc import Coroutine
 from functools import partial
 
 from headrace.consumers.intake.admission_pool import AdmissionPool
@@ -18,6 +19,7 @@ from headrace.consumers.work_folder import WorkFolder
 from headrace.core.durability import durability
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options
+from headrace.core.kafka_outage import folding, is_outage, kafka_back, kafka_problem, log_trouble
 from headrace.core.kept_memory import keep_memory
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
@@ -63,6 +65,10 @@ class Worker:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         options = client_options(self._settings.kafka, "headrace-worker")
+        with folding(lambda: options):
+            await self._run(options)
+
+    async def _run(self, options: ClientOptions) -> None:
         # Workers of one machine may share a folder in their settings: each works in one of its own below it.
         folder = await asyncio.to_thread(WorkFolder, self._settings.worker.work_dir.absolute())
         worker = self._settings.worker.model_copy(update={"work_dir": folder.path})
@@ -74,10 +80,7 @@ class Worker:
             (entry,) = self._settings.base_models.values()
             world.preload(base_source(entry))
         try:
-            count = await lane_count(options, self._settings.topic_names, self._settings.groups_topic)
-            await self._say_how_safe(options)
-            await self._balancer.start()
-            logger.info("worker of group %s on %d lanes", self._settings.worker.group, count)
+            await self._unless_stopping(self._join(options))
             lost = asyncio.create_task(self._end_with(world))
             while not self._stopping.is_set():
                 await self._balancer.changed.wait()
@@ -85,13 +88,30 @@ class Worker:
                 self._reconcile(pool, world)
             lost.cancel()
         finally:
-            await self._release_all()
+            await self._release_all(options)
             await self._balancer.stop()
             await world.close()
             pool.close()
             await asyncio.to_thread(folder.remove)
         if world.lost.is_set():
             raise WorldLostError
+
+    async def _join(self, options: ClientOptions) -> None:
+        count = await lane_count(options, self._settings.topic_names, self._settings.groups_topic)
+        await self._say_how_safe(options)
+        await self._balancer.start()
+        logger.info("worker of group %s on %d lanes", self._settings.worker.group, count)
+
+    async def _unless_stopping(self, work: Coroutine[None, None, None]) -> None:
+        """Do this; `stop` cancels it."""
+        working, stopping = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})
+        if not working.cancelled():
+            working.result()
 
     async def _say_how_safe(self, options: ClientOptions) -> None:
         """Whether a power loss can rewind the ledger beneath published weights (rule 20)."""
@@ -132,8 +152,13 @@ class Worker:
         if task.cancelled() or self._stopping.is_set():
             self._balancer.changed.set()
             return
-        # Not at once: what ended it may last, a broker that restarts for one.
-        asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._balancer.changed.set)
+        self._claiming_again = asyncio.create_task(self._claim_again())
+
+    async def _claim_again(self) -> None:
+        # Not at once: what ended the lane may last.
+        await asyncio.sleep(_RETRY_SECONDS)
+        await kafka_back()
+        self._balancer.changed.set()
 
     @staticmethod
     def _report(lane: int, task: asyncio.Task[None]) -> None:
@@ -141,12 +166,19 @@ class Worker:
         if error is not None:
             # What is meant for a person says what to do; of a defect the trace is wanted.
             trace = None if isinstance(error, HeadraceError) else error
-            logger.error("lane %d ended and will be claimed again: %s", lane, error if trace is None else repr(error), exc_info=trace)
+            said = "lane %d ended and will be claimed again: %s"
+            if is_outage(error):
+                log_trouble(logger, logging.ERROR, error, said, lane, error)
+            else:
+                logger.error(said, lane, error if trace is None else repr(error), exc_info=trace)
 
-    async def _release_all(self) -> None:
+    async def _release_all(self, options: ClientOptions) -> None:
         """Let every lane go in order, then cancel those that take too long until they have ended: a library may lose a cancellation."""
         running = {task for task in self._lanes.values() if not task.done()}
-        if running and self._stopping.is_set():
+        problem = await kafka_problem(options) if running and self._stopping.is_set() else None
+        if problem is not None:
+            logger.warning("the lanes are given up without snapshots: %s", problem)
+        elif running and self._stopping.is_set():
             for owner in self._owners.values():
                 owner.leave()
             # A step may take its time, and so may the snapshots after it.

@@ -26,6 +26,10 @@ from headrace.core.settings import KafkaSettings, Settings
 ClientOptions = dict[str, Any]
 """Keyword arguments that aiokafka's consumer, producer and admin client share."""
 
+METADATA_AGE_MS = 10_000
+"""A client asks again for topics and leaders after this long. With aiokafka's default, a group whose leader has no metadata of its topic
+(the broker restarted as it joined) is without partitions for five minutes."""
+
 
 class KafkaUnavailableError(OutageError):
     """Kafka can't be reached or refuses us; says where, why and what to do."""
@@ -52,6 +56,7 @@ def client_options(kafka: KafkaSettings, client_id: str) -> ClientOptions:
         "bootstrap_servers": _bootstrap(kafka),
         "client_id": client_id,
         "request_timeout_ms": kafka.request_timeout_ms,
+        "metadata_max_age_ms": METADATA_AGE_MS,
         "security_protocol": kafka.security_protocol,
     }
     if kafka.security_protocol.endswith("SSL"):

@@ -108,7 +108,7 @@ async def create_model(
         start_from=start_from,
         start_weights=start_weights,
     )
-    known = living_model((await _read(settings, model_id)).get(model_id), command)
+    known = living_model((await read_models(settings, model_id)).get(model_id), command)
     if known is not None:
         return known
     place = await send_command(settings, command, source=_SOURCE, shadow_of=shadow_of)
@@ -166,7 +166,7 @@ async def get_model(settings: Settings, model_id: str) -> ModelView:
         UnknownModelError: there is none.
         KafkaUnavailableError: no broker.
     """
-    found = (await _read(settings, model_id)).get(model_id)
+    found = (await read_models(settings, model_id)).get(model_id)
     if found is None:
         raise UnknownModelError(f"there is no model {model_id}: `headrace models list` shows those there are")
     return found
@@ -180,7 +180,7 @@ async def list_models(
     Raises:
         KafkaUnavailableError: no broker.
     """
-    views = (await _read(settings, None)).values()
+    views = (await read_models(settings, None)).values()
     chosen = [
         view
         for view in views
@@ -291,7 +291,7 @@ async def _read_shadowed(settings: Settings) -> dict[str, ModelView]:
             "topics.prefix to one of its own"
         )
     topics = settings.topics.model_copy(update={"prefix": prefix})
-    return await _read(settings.model_copy(update={"topics": topics}), None)
+    return await read_models(settings.model_copy(update={"topics": topics}), None)
 
 
 def _shadowed(settings: Settings, model_id: str, there: Mapping[str, ModelView]) -> ModelView:
@@ -318,7 +318,7 @@ async def _check_shadow(settings: Settings, model_id: str, name: str, shadow_of:
         )
 
 
-async def _read(settings: Settings, model_id: str | None) -> dict[str, ModelView]:
+async def read_models(settings: Settings, model_id: str | None) -> dict[str, ModelView]:
     """Views of all models, or of those on one model's lane."""
     options, topics = client_options(settings.kafka, "headrace-models"), settings.topic_names
     lanes = await lane_count(options, topics)

@@ -18,6 +18,8 @@ from headrace.consumers.sampling.batching import Batcher
 from headrace.consumers.sampling.policy_engine import PolicyEngine
 from headrace.consumers.serving.model_watch import ModelWatch
 from headrace.consumers.serving.served_models import EngineIdentity, ServedModels
+from headrace.core.kafka import client_options
+from headrace.core.kafka_outage import folding
 from headrace.core.settings import Settings
 from headrace.engine.app import engine_app
 from headrace.engine.options import EngineOptions, base_model_entry
@@ -65,7 +67,9 @@ class EngineProcess:
         engine = await asyncio.to_thread(
             PolicyEngine, self._entry.path, gguf_file=self._entry.gguf_file, threads=options.threads, device=options.device
         )
-        await self._serve(engine)
+        kafka = client_options(self._settings.kafka, "headrace-engine")
+        with folding(lambda: kafka):
+            await self._serve(engine)
         if self._interrupted:
             raise KeyboardInterrupt
 

@@ -18,6 +18,7 @@ from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from headrace.core.deadline import deadline
 from headrace.core.kafka import ClientOptions, KafkaUnavailableError, client_options, plain_errors
+from headrace.core.kafka_outage import log_trouble
 from headrace.core.polling import poll, readable
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import lane_count
@@ -182,7 +183,7 @@ class LogView:
                     consumer.seek(partition, first)
                 continue
             except KafkaError as error:
-                logger.warning("the log can't be followed: %s", error)
+                log_trouble(logger, logging.WARNING, error, "the log can't be followed: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             if positions != self._positions:

@@ -11,6 +11,8 @@ import uvicorn
 
 from headrace.core.errors import HeadraceError
 from headrace.core.http_server import is_loopback, server_config
+from headrace.core.kafka import client_options
+from headrace.core.kafka_outage import folding
 from headrace.core.settings import Settings
 from headrace.gateway.app import create_app
 from headrace.gateway.gate import Gate
@@ -67,9 +69,11 @@ async def serve(settings: Settings, listener: socket.socket, *, ready: Callable[
     """
     app = create_app(settings)
     gate: Gate = app.state.gate
-    async with gate, tracking(gate):
-        ready()
-        await Server(server_config(app, grace_seconds=_GRACE_SECONDS), gate).serve(sockets=[listener])
+    kafka = client_options(settings.kafka, "headrace-gateway")
+    with folding(lambda: kafka):
+        async with gate, tracking(gate):
+            ready()
+            await Server(server_config(app, grace_seconds=_GRACE_SECONDS), gate).serve(sockets=[listener])
 
 
 class Server(uvicorn.Server):

@@ -21,12 +21,15 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from headrace.core.errors import HeadraceError
+from headrace.core.kafka import KafkaUnavailableError
+from headrace.core.model_names import id_to_send
+from headrace.core.reading import ReadStalledError
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
 from headrace.producers.buffer import ByteBuffer
 from headrace.producers.delivery import DeliveryReport
 from headrace.producers.door import check_id, encode
-from headrace.producers.errors import BufferFullError, InvalidGroupError, ProducerClosedError
+from headrace.producers.errors import BufferFullError, DeliveryError, InvalidGroupError, ProducerClosedError
 from headrace.producers.link import BATCH_BYTES, KafkaLink
 from headrace.producers.outgoing import Group, Outgoing, mark_with_job
 from headrace.producers.signals import termination
@@ -46,7 +49,8 @@ class TrajectoryProducer:
     Args:
         settings: All settings; from the environment unless given.
         bootstrap_servers: `host:port,…`, instead of the settings' own.
-        model_id: The model that groups train, unless a call names another.
+        model_id: The model that groups train, unless a call names another: its id, or its name, as `name`, `project/name` or
+            `account/project/name`. A name without an account means one of `settings.account`.
         source: `ce_source` of the records: which runtime sent them.
         flush_on_sigterm: None: flush on SIGTERM if the process has no handler of its own; True: also in front of one, which gets
             the signal afterwards; False: never. A host with a handler of its own calls `flush` in it.
@@ -86,6 +90,9 @@ class TrajectoryProducer:
         """Bytes since `submit` last let the loop run."""
         self._tasks: set[asyncio.Task[Any]] = set()
         """Deliveries and jobs under way; asyncio itself holds tasks weakly."""
+        self._ids: dict[str, str] = {}
+        """Ids of models that were looked up, by what they were called."""
+        self._looking_up = asyncio.Lock()
         self._last: dict[str, asyncio.Event] = {}
         """By model: set when the newest buffered record has its place in the log's order."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -98,12 +105,19 @@ class TrajectoryProducer:
         await self.close()
 
     async def start(self) -> None:
-        """Connect.
+        """Connect, and look up the producer's model.
 
         Raises:
             KafkaUnavailableError: no Kafka, no login, or no topic (run `headrace topics apply`).
+            UnknownModelError: there is no such model, or several have the name.
         """
         await self._link.start()
+        if self._model_id is not None:
+            try:
+                await self._resolve(self._model_id)
+            except BaseException:
+                await self._link.close()
+                raise
         self._loop = asyncio.get_running_loop()
         self._open = True
         if self._flush_on_sigterm is not False:
@@ -140,6 +154,7 @@ class TrajectoryProducer:
 
         Raises:
             InvalidGroupError: the group is not valid; nothing was sent.
+            UnknownModelError: there is no such model; nothing was sent.
             DeliveryError: it was not acknowledged.
             ProducerClosedError: not started, or closed.
         """
@@ -150,9 +165,13 @@ class TrajectoryProducer:
 
         Raises:
             InvalidGroupError: the group is not valid; nothing was sent.
+            UnknownModelError: there is no such model; nothing was sent.
             ProducerClosedError: not started, or closed.
         """
         outgoing = self._admit(group, model_id, traceparent)
+        if outgoing.model_id not in self._ids:
+            await self._look_up(outgoing)
+        outgoing.model_id = self._ids[outgoing.model_id]
         await self._buffer.take(outgoing.held)
         try:
             if outgoing.is_large:
@@ -173,7 +192,8 @@ class TrajectoryProducer:
         return delivery
 
     def try_send(self, group: Group, model_id: str | None = None, *, traceparent: str | None = None) -> Delivery:
-        """Buffer a group if there is room now, and return its delivery. Never waits; a large group is encoded by its delivery.
+        """Buffer a group if there is room now, and return its delivery. Never waits; a large group is encoded by its delivery, which also
+        looks up a model that the producer has not sent to before: the delivery then raises the `UnknownModelError`.
 
         Raises:
             BufferFullError: no room; nothing was sent.
@@ -181,6 +201,7 @@ class TrajectoryProducer:
             ProducerClosedError: not started, or closed.
         """
         outgoing = self._admit(group, model_id, traceparent)
+        outgoing.model_id = self._ids.get(outgoing.model_id, outgoing.model_id)
         if not self._buffer.try_take(outgoing.held):
             raise BufferFullError(
                 f"no room for about {outgoing.held} bytes: {self._buffer.used} of {self._settings.producer.buffer_bytes} wait"
@@ -223,16 +244,18 @@ class TrajectoryProducer:
         Raises:
             InvalidGroupError: a group is not valid, the path begins with `groups[i]`, or the options are of another kind of job; nothing
                 was sent.
+            UnknownModelError: there is no such model; nothing was sent.
             DeliveryError: something was not acknowledged; the job does not run until it is sent again.
         """
         self._require_open()
         job_id = check_id("job_id", str(uuid.uuid4()) if job_id is None else job_id)
-        key = check_id("model_id", model_id or self._model_id)
+        wanted = check_id("model_id", model_id or self._model_id)
         kind = kind or ("rl" if sft is None else "sft")
         if kind == "rl" and sft is not None:
             raise InvalidGroupError("sft", "given, but kind is 'rl': leave one of them out")
         if kind == "sft" and config is not None and config.learning_rate is not None:
             raise InvalidGroupError("config.learning_rate", "the rate of an 'sft' job is sft.learning_rate: give only that")
+        key = await self._resolve(wanted)
         waiting = list(groups)
         without_logprobs = None if config is None else config.allow_training_without_logprobs
         group_ids = mark_with_job(waiting, job_id, kind, without_logprobs=without_logprobs)
@@ -265,6 +288,20 @@ class TrajectoryProducer:
     def _admit(self, group: Group, model_id: str | None, traceparent: str | None) -> Outgoing:
         self._require_open()
         return Outgoing.admitted(group, model_id or self._model_id, traceparent)
+
+    async def _resolve(self, wanted: str) -> str:
+        """The id of a model; the log is read once for each name."""
+        async with self._looking_up:
+            if wanted not in self._ids:
+                found = await id_to_send(self._settings, wanted)
+                self._ids[wanted] = self._ids[found] = found
+        return self._ids[wanted]
+
+    async def _look_up(self, outgoing: Outgoing) -> None:
+        try:
+            await self._resolve(outgoing.model_id)
+        except (KafkaUnavailableError, ReadStalledError) as error:
+            raise DeliveryError(outgoing.group_id, f"its model can't be looked up: {error}", unknown=False) from error
 
     def _encode(self, outgoing: Outgoing) -> None:
         outgoing.encode(self._settings.producer.encoding)
@@ -300,9 +337,12 @@ class TrajectoryProducer:
                 value, headers = await asyncio.to_thread(self._claim, outgoing)
             else:
                 value, headers = outgoing.inline(self._source)
+            if outgoing.model_id not in self._ids:
+                await self._look_up(outgoing)
+            key = self._ids[outgoing.model_id].encode()
             if before is not None:
                 await before.wait()
-            position = await self._link.write(outgoing.group_id, outgoing.model_id.encode(), value, headers, placed.set)
+            position = await self._link.write(outgoing.group_id, key, value, headers, placed.set)
             return DeliveryReport(
                 topic=position.topic,
                 partition=position.partition,

@@ -42,6 +42,7 @@ from headrace.consumers.steps.world import TrainerWorld
 from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
+from headrace.core.kafka_outage import log_trouble
 from headrace.core.outages import said
 from headrace.core.reading import OffsetLostError
 from headrace.core.settings import Settings
@@ -126,7 +127,8 @@ class Lane:
                 try:
                     await self._own()
                 except* (FencedError, OutcomeUnknownError, OffsetLostError) as errors:
-                    logger.warning("lane %d: %s; what happened is read after fencing", self.lane, errors.exceptions[0])
+                    message = "lane %d: %s; what happened is read after fencing"
+                    log_trouble(logger, logging.WARNING, errors, message, self.lane, errors.exceptions[0])
                     self.phase = move(self.phase, LanePhase.FENCED)
                 if self._leaving.is_set():
                     break

@@ -23,6 +23,7 @@ from headrace.consumers.weights.target import WeightTarget
 from headrace.core.commands import commands_through
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options
+from headrace.core.kafka_outage import kafka_back, log_trouble
 from headrace.core.kept import kept_or_none
 from headrace.core.model_views import ModelView, fold, kept_states
 from headrace.core.reading import follow_all
@@ -107,8 +108,9 @@ class ModelWatch:
                     finally:
                         tell.cancel()
             except HeadraceError as error:
-                logger.warning("following the models: %s; again in %g s", error, pause)
+                log_trouble(logger, logging.WARNING, error, "following the models: %s; again in %g s", error, pause)
                 await asyncio.sleep(pause)  # a pause between attempts, no synchronisation
+                await kafka_back()
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     def observe(self, batch: Sequence[ConsumerRecord]) -> None:

@@ -13,6 +13,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
 from headrace.core.kafka import ClientOptions, plain_errors
+from headrace.core.kafka_outage import log_trouble
 from headrace.schemas.envelope import seal
 from headrace.schemas.weights import EngineAlive, WeightsApplied, WeightsFailed, WeightsPublished, alive_key
 
@@ -80,7 +81,7 @@ class AckTopic:
         try:
             await self._producer.send_and_wait(self._topic, value, key=key.encode(), headers=headers)
         except KafkaError as error:
-            logger.error("the ack %s was not taken: %s", event_id, error)  # noqa: TRY400 - said by its text
+            log_trouble(logger, logging.ERROR, error, "the ack %s was not taken: %s", event_id, error)
 
 
 class EngineAcks:

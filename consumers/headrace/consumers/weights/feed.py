@@ -17,6 +17,7 @@ from headrace.consumers.weights.deployment_owner import DeploymentOwner
 from headrace.consumers.weights.target import WeightTarget
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions
+from headrace.core.kafka_outage import kafka_back, log_trouble
 from headrace.core.lanes import lane_of
 from headrace.core.reading import follow, follow_all
 from headrace.core.topic_metadata import partition_count
@@ -100,6 +101,7 @@ class WeightFeed(WeightTarget):
                         pause = 1.0
                         take(batch)
             except HeadraceError as error:
-                logger.warning("following %s: %s; again in %g s", self._topics.weights, error, pause)
+                log_trouble(logger, logging.WARNING, error, "following %s: %s; again in %g s", self._topics.weights, error, pause)
                 await asyncio.sleep(pause)  # a pause between attempts, no synchronisation
+                await kafka_back()
                 pause = min(2 * pause, _LONGEST_PAUSE)

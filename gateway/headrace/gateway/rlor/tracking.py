@@ -22,6 +22,7 @@ from aiokafka.errors import KafkaError
 
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
+from headrace.core.kafka_outage import kafka_back, log_trouble
 from headrace.core.kept import kept_or_none
 from headrace.core.polling import poll, readable
 from headrace.gateway.facts import write_fact
@@ -112,8 +113,9 @@ class _Tracker:
                     if over := [key for key, job in self._of.items() if job_of(view.tables, job).stands.state in OVER]:
                         await asyncio.to_thread(self._close, over)
             except (KafkaError, HeadraceError) as error:
-                logger.warning("steps can't be tracked now: %s", error)
+                log_trouble(logger, logging.WARNING, error, "steps can't be tracked now: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
+                await kafka_back()
             finally:
                 with suppress(KafkaError):
                     await consumer.stop()
