@@ -79,7 +79,10 @@ async def test_half_of_a_character_costs_one_trajectory_and_not_the_body(shared_
     sent = httpx.Request("POST", "http://x", json=body).content.replace(b'"@"', rb'"\ud83d"')
     assert (await shared_gateway.post(JOBS, content=sent)).status_code == 200
     _, damaged = [record.group for record in await in_the_log(shared_gateway.gate.settings, model) if hasattr(record, "group")]  # type: ignore[attr-defined]
-    assert [(member.model_extra or {}).get("unreadable", "")[:31] for member in damaged.trajectories] == ["messages_and_choices[0].content", ""]
+    assert [(member.model_extra or {}).get("unreadable", "")[:31] for member in damaged.trajectories] == [
+        "messages_and_choices[0].content",
+        "",
+    ]
 
 
 BAD: list[tuple[Any, str]] = [

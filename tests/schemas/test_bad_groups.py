@@ -282,7 +282,9 @@ WHOLE = [b"\\ud83d\\ude00", b"\\\\ud800", "\U0001f600".encode()]
 def in_text(text: bytes, place: str) -> bytes:
     said = orjson.dumps({"trajectories": [{"reward": 1}, {"messages_and_choices": [], "reward": 0, place: "@"}, {"reward": 2}]})
     item = {"role": "user", "content": "a", "more": {"b": ["@"]}}
-    said = said if place != "message" else said.replace(b'"messages_and_choices":[]', b'"messages_and_choices":[' + orjson.dumps(item) + b"]")
+    said = (
+        said if place != "message" else said.replace(b'"messages_and_choices":[]', b'"messages_and_choices":[' + orjson.dumps(item) + b"]")
+    )
     return said.replace(b"@", text)
 
 
@@ -322,7 +324,11 @@ def test_a_lone_surrogate_in_a_line_that_is_no_group_is_named():
     [
         ({"token_ids": ["1"]}, "token_ids[0]", "the text '1' is not an integer"),
         ({"token_ids": [1], "token_logprobs": ["-1"]}, "token_logprobs[0]", "the text '-1' is not a number"),
-        ({"message": {"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}}, "message.tool_calls[0].function.arguments", "not list"),
+        (
+            {"message": {"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}},
+            "message.tool_calls[0].function.arguments",
+            "not list",
+        ),
         ({"finish_reason": "weird"}, "finish_reason", "'abort'"),
     ],
 )

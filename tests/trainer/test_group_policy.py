@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trainer.conversations import ALLOW, USER, choice, group_of, only, refusal, runs, tokenize
+from tests.trainer.conversations import USER, choice, group_of, only, refusal, runs, tokenize
 from tests.trainer.tiny import END
 
 from headrace.schemas.reasons import RejectionReason as Reason

@@ -156,7 +156,11 @@ def test_told_messages_are_context_unless_allowed(tokenizer: GroupTokenizer):
         ([USER], Reason.NO_TRAINABLE_TOKENS, "no sampled token"),
         ([USER, {"role": "assistant", "content": "a"}], Reason.NO_TRAINABLE_TOKENS, "allow_training_without_logprobs"),
         ([USER, choice("", [])], Reason.NO_TRAINABLE_TOKENS, "no sampled token"),
-        ([USER, choice("a", logprobs={"content": []}, token_ids=None, token_logprobs=None)], Reason.NO_TRAINABLE_TOKENS, "no sampled token"),
+        (
+            [USER, choice("a", logprobs={"content": []}, token_ids=None, token_logprobs=None)],
+            Reason.NO_TRAINABLE_TOKENS,
+            "no sampled token",
+        ),
         ([USER, choice("a", token_logprobs=[None, None])], Reason.MISSING_LOGPROBS, "messages_and_choices[1]: all 2"),
         ([USER, {"finish_reason": "stop", "message": {"content": "a"}}], Reason.MISSING_LOGPROBS, "without token ids"),
         (

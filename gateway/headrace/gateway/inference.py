@@ -9,6 +9,7 @@ one is tried; without one the answer is 503 with a reason. Nothing is recorded u
 that has begun is not retried.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress

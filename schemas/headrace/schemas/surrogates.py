@@ -18,7 +18,9 @@ _RAW = STAND_IN.encode()
 _SHOWN = "\ufffd"
 _CONVERSATION = ("messages_and_choices", "tools", "additional_histories")
 # An escaped backslash is taken whole, so that `\\ud800`, which is text, is none; a whole pair is a character.
-_ESCAPES = re.compile(rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf]")
+_ESCAPES = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf]"
+)
 FAULT = "the text holds a lone surrogate, half of a character: send whole characters, or U+FFFD in its place"
 
 

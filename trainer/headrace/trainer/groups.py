@@ -141,9 +141,7 @@ class TokenizedGroup:
             _flat(versions, np.int32),
         )
         spans = [(len(sequence), sequence.policy_versions is not None) for sequence in sequences]
-        members = [
-            (len(member.sequences), {name: getattr(member, name) for name in _OF_MEMBER}) for member in self.trajectories
-        ]
+        members = [(len(member.sequences), {name: getattr(member, name) for name in _OF_MEMBER}) for member in self.trajectories]
         return _unpickled, (self.group_id, self.rejected, self.exceptions, self.sft, arrays, spans, members)
 
     @property
