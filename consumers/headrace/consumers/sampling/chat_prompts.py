@@ -90,9 +90,8 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
-    if isinstance(message, Choice):
-        message = message.message
     if isinstance(message, Mapping):
         thoughts = {name: message[name] for name in ("reasoning_content", "reasoning") if message.get(name)}
         return {**message, **thoughts_of(ChoiceMessage.model_validate(thoughts))}
-    return {**message.model_dump(exclude_none=True), **thoughts_of(message)}
+    inner = message.message if isinstance(message, Choice) else message
+    return {**inner.model_dump(exclude_none=True), **thoughts_of(inner)}

@@ -75,8 +75,8 @@ def split(body: Buffer, most_groups: int, *, model_id: str | None = None) -> Spl
     except msgspec.ValidationError as error:
         faults.add(["body"], f"a JSON object is needed: {error}", "object_type")
     except (msgspec.DecodeError, RecursionError) as error:
-        if (whole := mended(body)) is not None:  # one trajectory is unreadable then, and not all of them
-            return split(bytearray(whole), model_id=model_id)
+        if (whole := mended(memoryview(body))) is not None:  # one trajectory is unreadable then, and not all of them
+            return split(bytearray(whole), most_groups, model_id=model_id)
         for path in _not_numbers(body):
             faults.add(["body", *path], not_finite(str(path[-1]) if path else ""), "not_finite")
             if faults.full:
