@@ -120,6 +120,16 @@ async def test_a_deployment_that_another_account_has_is_neither_made_nor_named(g
     assert (await gateway.get(f"{DEPLOYMENTS}/dep-1")).status_code == 404
 
 
+async def test_a_job_warns_of_deployments_that_do_not_exist_until_they_are_created(gateway: httpx.AsyncClient):
+    for field in ("rolloutDeploymentName", "hotLoadDeploymentId"):
+        made = await create(gateway, f"for-{field.lower()}", keep_alive(**{field: "later"}))
+        warning = "accounts/default/deployments/later does not exist: no engine loads the job's versions until it is created"
+        assert (made.status_code, warning in made.json()["status"]["message"]) == (200, True)
+    assert (await deploy(gateway, "later")).status_code == 200
+    for job in ("for-rolloutdeploymentname", "for-hotloaddeploymentid"):
+        assert "does not exist" not in (await gateway.get(f"{JOBS}/{job}")).json()["status"]["message"]
+
+
 async def test_a_deployment_has_a_bucket_of_its_own_or_its_trainers(gateway: httpx.AsyncClient, gate: Gate):
     trainer = "accounts/default/rlorTrainerJobs/own"
     assert (await create(gateway, "own", keep_alive(hotLoadDeploymentId="dep-2"))).status_code == 200

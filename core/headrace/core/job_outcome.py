@@ -26,7 +26,7 @@ _ENDS_OF_JOBS = frozenset(
 
 def trained_nothing(document: JobDocument) -> bool:
     """Whether the job is completed and its weights are those before it, although it asked for training."""
-    return document.state is JobState.COMPLETED and not document.options.forward_only and not document.num_sequences
+    return document.state is JobState.COMPLETED and not document.options.forward_only and document.num_sequences == 0
 
 
 def outcome_messages(document: JobDocument) -> tuple[str, ...]:

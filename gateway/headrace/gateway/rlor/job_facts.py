@@ -18,6 +18,7 @@ from headrace.gateway.rlor.job_state import Standing, is_gone, standing
 from headrace.gateway.rlor.names import name_of
 from headrace.gateway.tables import Tables
 from headrace.schemas.base import utc_now
+from headrace.schemas.deployments import deployment_key
 from headrace.schemas.rlor import RlorJob, RlorRun, rlor_job_key, rlor_run_key
 
 KIND = "rlorTrainerJobs"
@@ -34,6 +35,8 @@ class Job:
     stands: Standing
     run_url: str
     """Where its metrics are to be seen, beside here; empty: nowhere yet."""
+    missing_deployments: tuple[str, ...] = ()
+    """Names of deployments that it is to load its versions into, and that the account does not have."""
 
     @property
     def name(self) -> str:
@@ -61,7 +64,12 @@ def job_of(tables: Tables, fact: RlorJob, now: datetime | None = None) -> Job:
     stands = standing(tables, fact, keep_alive=fields.keep_alive, inactivity=inactivity, now=now or utc_now())
     run = tables.facts.get(rlor_run_key(fact.account, fact.id))
     url = run.url if isinstance(run, RlorRun) and run.nonce == fact.nonce else ""
-    return Job(fact=fact, fields=fields, stands=stands, run_url=url)
+    return Job(fact=fact, fields=fields, stands=stands, run_url=url, missing_deployments=_missing_deployments(tables, fact.account, fields))
+
+
+def _missing_deployments(tables: Tables, account: str, fields: JobFields) -> tuple[str, ...]:
+    named = dict.fromkeys(filter(None, (fields.rollout_deployment_name, fields.hot_load_deployment_id)))
+    return tuple(name_of(account, "deployments", name) for name in named if deployment_key(account, name) not in tables.facts)
 
 
 def find_job(tables: Tables, account: str, job_id: str) -> Job:

@@ -8,7 +8,7 @@ from pydantic import Field
 from headrace.core.job_outcome import outcome_messages
 from headrace.gateway.rlor.job_facts import Job
 from headrace.gateway.rlor.job_fields import JobFields, WandbConfig
-from headrace.gateway.rlor.job_state import KEPT_DELETED, Standing
+from headrace.gateway.rlor.job_state import KEPT_DELETED
 from headrace.gateway.rlor.wire import Int64, Status, Timestamp, Wire
 
 _DELETED = f"it was deleted; for {KEPT_DELETED.days} days its checkpoints can be listed and promoted"
@@ -77,7 +77,7 @@ def shown(job: Job) -> RlorTrainerJob:
         completed_time=stands.completed_at,
         # Of a deleted job: fireworks-ai 1.2.30, which validates strictly, knows no other name for it.
         state=f"JOB_STATE_{'DELETING' if is_deleted else stands.state}",
-        status=Status(code=stands.code, message=_DELETED if is_deleted else _told(stands, idle)),
+        status=Status(code=stands.code, message=_DELETED if is_deleted else _told(job, idle)),
         created_by=fact.owner,
         accelerator_seconds={name: round(seconds) for name, seconds in stands.seconds.items()},
         job_progress=_progress(job),
@@ -88,10 +88,11 @@ def shown(job: Job) -> RlorTrainerJob:
     )
 
 
-def _told(stands: Standing, idle: str) -> str:
-    """The status message: why the job stands as it does, and what of its last step did not train; else which fields have no effect."""
-    lost = () if stands.document is None else outcome_messages(stands.document)
-    return "; ".join(filter(None, (stands.message, *lost))) or idle
+def _told(job: Job, idle: str) -> str:
+    """Why the job stands as it does, what of its last step did not train, and deployments that do not exist; else fields without effect."""
+    lost = () if job.stands.document is None else outcome_messages(job.stands.document)
+    missing = (f"{name} does not exist: no engine loads the job's versions until it is created" for name in job.missing_deployments)
+    return "; ".join(filter(None, (job.stands.message, *lost, *missing))) or idle
 
 
 def _progress(job: Job) -> JobProgress | None:
