@@ -6,8 +6,13 @@ One request a connection: the proxy adds `Connection: close` to what it passes o
 import contextlib
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from urllib.parse import urlsplit
+
+from headrace.core.local import LocalS3
+from headrace.core.settings import S3Settings
 
 _WRITES = (b"PUT ", b"POST ", b"DELETE ")
 
@@ -33,6 +38,16 @@ class S3Proxy:
         self.answers: list[bytearray] = []
         """Of the server, as far as they were passed on."""
         self.refusals = 0
+        self.settings = S3Settings(endpoint_url=self.endpoint_url)
+
+    @classmethod
+    def of(cls, server: LocalS3) -> "S3Proxy":
+        """Before a local server, with settings for clients of the proxy."""
+        proxy = cls(server.endpoint_url)
+        proxy.settings = S3Settings.model_validate(
+            {"endpoint_url": proxy.endpoint_url, "access_key_id": server.access_key, "secret_access_key": server.secret_key}
+        )
+        return proxy
 
     def __enter__(self) -> "S3Proxy":
         threading.Thread(target=self._accept, daemon=True).start()
@@ -40,6 +55,15 @@ class S3Proxy:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._server.close()
+
+    @contextmanager
+    def refusing(self, status: int, code: str) -> Iterator[None]:
+        """Answer writes with this error."""
+        self.refused = (status, code)
+        try:
+            yield
+        finally:
+            self.refused = None
 
     def _accept(self) -> None:
         while True:
