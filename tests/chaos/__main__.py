@@ -8,6 +8,7 @@ import asyncio
 import logging
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from tests.chaos.run import Options, Outcome, StalledError, clean, run
@@ -26,12 +27,13 @@ def main() -> int:
     parser.add_argument("--warm", action="store_true", help="fork workers from a process that has imported everything: more kills a minute")
     parser.add_argument("--only", action="append", metavar="FAULT", help="play only this fault, by its name in the report; repeatable")
     parser.add_argument("--sabotage", help="break a guarantee on purpose, to see that the checks find it; see tests/chaos/sabotage.py")
+    parser.add_argument("--store", choices=["file", "s3", "both"], default="both", help="both: all steps in a folder, then a tenth in S3")
     parser.add_argument("--folder", type=Path, help="keep everything here")
     given = parser.parse_args()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # a broker that is away is no news here
     options = Options(
-        folder=folder.absolute(),
+        folder=folder.absolute() / "file",
         steps=given.steps,
         seed=given.seed,
         workers=given.workers,
@@ -41,19 +43,28 @@ def main() -> int:
         faults=given.only,
         sabotage=given.sabotage,
     )
+    in_s3 = replace(options, folder=folder.absolute() / "s3", s3=True)
+    runs = {"file": [options], "s3": [in_s3], "both": [options, replace(in_s3, steps=max(20, given.steps // 10))]}[given.store]
+    if not all(_passes(each) for each in runs):
+        return 1
+    if given.folder is None:
+        clean(folder)
+    return 0
+
+
+def _passes(options: Options) -> bool:
+    _say(f"store: {'S3' if options.s3 else 'a folder'}")
     try:
         outcome = asyncio.run(run(options, _say))
     except StalledError as error:
         _say(f"FAILED: {error}")
         _say(logs(options.folder))
-        return 1
+        return False
     report(outcome)
     if outcome.verdict.problems:
         _say(logs(options.folder))
-        return 1
-    if given.folder is None:
-        clean(folder)
-    return 0
+        return False
+    return True
 
 
 def report(outcome: Outcome) -> None:

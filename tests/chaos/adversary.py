@@ -8,23 +8,28 @@ the store and which the ledger never had was struck in the gap; one whose record
 """
 
 import asyncio
+import errno
 import os
 import random
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.crew import Crew, WorkerProcess
 from tests.chaos.sight import Stored, Strike, stop, strike_at_manifest
+from tests.chaos.store_fault import failing
 from tests.chaos.stream import LANES
 from tests.chaos.witness import Witness
+from tests.s3_proxy import S3Proxy
 
 from headrace.core.lanes import lane_of
 from headrace.core.local import LocalBroker
 from headrace.core.settings import Settings
-from headrace.schemas.state import StepRecord
+from headrace.schemas.state import ModelState, StepRecord
 
 _GAP_TRIES = 6
 _COMMIT_SECONDS = 3.0
@@ -35,13 +40,43 @@ _CLAIMED = "is ours"
 """In a worker's log when a lane was claimed."""
 
 
+_WAITS = " waits, and is tried again until it works: "
+_STORE_SECONDS = 40.0
+_SPARED = 2
+_ENDS_WORKERS = {
+    "worker killed",
+    "worker killed between store and commit",
+    "worker killed while it recovers",
+    "worker stopped through a rebalance",
+    "zombie woken between store and commit",
+}
+_OF_S3 = {"store that refuses writes for a while"}
+_OF_A_FILE_STORE = {
+    "worker killed between store and commit",
+    "broker killed between store and commit",
+    "zombie woken between store and commit",
+    "store full for a while",
+    "store read-only for a while",
+}
+"""Those between store and commit look into the store's folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What the workers of a run stand on."""
+
+    broker: LocalBroker
+    s3: S3Proxy | None
+    """Their store; None: a folder."""
+
+
 class Adversary:
     """Strikes.
 
     Args:
         settings: Of the run.
         crew: Its workers.
-        broker: Its broker.
+        ground: What they stand on.
         committed: What subscribers see.
         rng: Chooses.
         say: Prints a line.
@@ -52,7 +87,7 @@ class Adversary:
         self,
         settings: Settings,
         crew: Crew,
-        broker: LocalBroker,
+        ground: Ground,
         *,
         committed: Witness,
         rng: random.Random,
@@ -60,6 +95,8 @@ class Adversary:
         only: Sequence[str] | None = None,
     ) -> None:
         self._store = Path(settings.store.url.removeprefix("file://"))
+        broker = ground.broker
+        self._s3 = ground.s3
         self._steps = settings.topic_names.steps
         self._broker_data = broker.log_file.parent / "data"
         self._crew = crew
@@ -80,9 +117,14 @@ class Adversary:
             "broker restarted": self._restart_broker,
             "worker stopped through a rebalance": self._stop_through_rebalance,
             "zombie woken between store and commit": self._zombie_in_gap,
+            "store full for a while": self._fill_store,
+            "store read-only for a while": self._lock_store,
+            "store that refuses writes for a while": self._refuse_writes,
         }
+        fits = _OF_A_FILE_STORE if self._s3 is None else _OF_S3
+        self._faults = {name: fault for name, fault in self._faults.items() if name in fits or name not in _OF_A_FILE_STORE | _OF_S3}
         if only is not None:
-            self._faults = {name: self._faults[name] for name in only}
+            self._faults = {name: self._faults[name] for name in only if name in self._faults}
         self._deck: list[str] = []
 
     async def strike(self) -> None:
@@ -90,12 +132,39 @@ class Adversary:
         if not self._deck:
             self._deck = self._rng.sample(sorted(self._faults), len(self._faults))
         name = self._deck.pop()
-        done = await self._faults[name]()
+        done = None if name in _ENDS_WORKERS and self._suspected() else await self._faults[name]()
         if done is None:
             self._say(f"{name}: no occasion")
             return
         self.counts[name] += 1
         self._say(f"{name}: {done}")
+
+    def _suspected(self) -> bool:
+        """Whether a batch has ended two workers, as the log says: the product refuses one that ends `worker.max_step_attempts` of them."""
+        last = {state.model_id: state for state in self._committed.of(ModelState)}
+        return any(state.intent is not None and state.intent.attempts >= _SPARED for state in last.values())
+
+    async def _fill_store(self) -> str | None:
+        return await self._while_waiting(failing(self._store, errno.ENOSPC))
+
+    async def _lock_store(self) -> str | None:
+        return await self._while_waiting(failing(self._store, errno.EROFS))
+
+    async def _refuse_writes(self) -> str | None:
+        assert self._s3 is not None
+        return await self._while_waiting(self._s3.refusing(503, "ServiceUnavailable"))
+
+    async def _while_waiting(self, fault: AbstractContextManager[None]) -> str | None:
+        """Keep a fault of the store until a step has waited for its end for a while."""
+        before = self._waits()
+        with fault:
+            if not await self._until(lambda: self._waits() > before, _STORE_SECONDS):
+                return None
+            await asyncio.sleep(self._rng.uniform(0, 3))  # how long it lasts
+        return f"{self._waits() - before} steps waited"
+
+    def _waits(self) -> int:
+        return sum(worker.log.read_text(errors="replace").count(_WAITS) for worker in self._crew.workers)
 
     async def _kill_worker(self) -> str | None:
         await asyncio.sleep(self._rng.uniform(0, 0.5))  # a random moment, not a wait for something

@@ -9,11 +9,12 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from tests.chaos.adversary import Adversary
+from tests.chaos.adversary import Adversary, Ground
 from tests.chaos.crew import Crew
 from tests.chaos.facts import Facts, gather
 from tests.chaos.site import StreamWriter, prepare, settings_of
@@ -21,8 +22,9 @@ from tests.chaos.stream import JOB, Entry, Stream, write
 from tests.chaos.verdict import Verdict, expected_of, judge
 from tests.chaos.witness import Place, Seen, Witness
 from tests.consumers.tiny_model import save_tiny_model
+from tests.s3_proxy import S3Proxy
 
-from headrace.core.local import LocalBroker
+from headrace.core.local import LocalBroker, LocalS3
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
 from headrace.schemas.events import GroupRejected
@@ -31,6 +33,7 @@ from headrace.schemas.state import StepRecord
 _STALL_SECONDS = 120.0
 _ENDED = 10
 """Workers that may end by themselves before the run is given up (one that starts while the broker is away does)."""
+_BUCKET = "chaos"
 _AHEAD = 120
 """Records that are written ahead of the steps, so that producers write while faults happen."""
 
@@ -55,6 +58,8 @@ class Options:
     warm: bool = False
     """Workers without the seconds of their imports; see `warm`."""
     sabotage: str | None = None
+    s3: bool = False
+    """The store is a real S3 server behind a proxy, not a folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,16 +93,29 @@ async def run(options: Options, say: Callable[[str], None]) -> Outcome:
     overrides = {"group.min.session.timeout.ms": "1000", "log.retention.check.interval.ms": "3600000"}
     broker = LocalBroker(options.folder / "broker", overrides=overrides)
     await asyncio.to_thread(broker.start)
-    try:
-        servers = broker.bootstrap_servers
+    with _s3(options) as proxy:
+        try:
+            servers = broker.bootstrap_servers
+            s3 = None if proxy is None else (_BUCKET, proxy.settings)
 
-        def settings(name: str) -> Settings:
-            return settings_of(servers, name, options.folder, base, snapshot_every=options.snapshot_every)
+            def settings(name: str) -> Settings:
+                return settings_of(servers, name, options.folder, base, snapshot_every=options.snapshot_every, s3=s3)
 
-        calm, places = await _calm(settings("calm"), stream, options, say)
-        return await _storm(settings("storm"), stream, options, broker=broker, calm=calm, expected=places, say=say)
-    finally:
-        await asyncio.to_thread(broker.stop)
+            calm, places = await _calm(settings("calm"), stream, options, say)
+            ground = Ground(broker=broker, s3=proxy)
+            return await _storm(settings("storm"), stream, options, ground=ground, calm=calm, expected=places, say=say)
+        finally:
+            await asyncio.to_thread(broker.stop)
+
+
+@contextmanager
+def _s3(options: Options) -> Iterator[S3Proxy | None]:
+    """The S3 server of a run that has one, behind a proxy."""
+    if not options.s3:
+        yield None
+        return
+    with LocalS3(options.folder / "s3", bucket=_BUCKET) as server, S3Proxy.of(server) as proxy:
+        yield proxy
 
 
 async def _calm(
@@ -127,7 +145,7 @@ async def _storm(
     stream: Stream,
     options: Options,
     *,
-    broker: LocalBroker,
+    ground: Ground,
     calm: Facts,
     expected: dict[tuple[int, int], Entry],
     say: Callable[[str], None],
@@ -144,7 +162,7 @@ async def _storm(
                 say(f"{time.monotonic() - began:7.1f} s  step {done:4d} of {options.steps}  {line}")
 
             rng = random.Random(options.seed)
-            adversary = Adversary(settings, crew, broker, committed=witness, rng=rng, say=tell, only=options.faults)
+            adversary = Adversary(settings, crew, ground, committed=witness, rng=rng, say=tell, only=options.faults)
             tasks = [
                 asyncio.create_task(crew.keep()),
                 asyncio.create_task(_write_ahead(stream, writer, witness)),

@@ -14,7 +14,7 @@ from tests.chaos.stream import ACCOUNT, LANES, PROJECT, WINDOW, Entry, Stream
 from headrace.core.kafka import client_options
 from headrace.core.models import create_model
 from headrace.core.payloads import claim
-from headrace.core.settings import BaseModelEntry, KafkaSettings, Settings, StoreSettings, TopicSettings, WorkerSettings
+from headrace.core.settings import BaseModelEntry, KafkaSettings, S3Settings, Settings, StoreSettings, TopicSettings, WorkerSettings
 from headrace.core.store import open_store
 from headrace.core.topic_admin import apply
 from headrace.schemas.claim import GroupClaim
@@ -23,24 +23,33 @@ from headrace.schemas.envelope import type_of
 SESSION_MS = 4000
 
 
-def settings_of(bootstrap_servers: str, name: str, folder: Path, base: Path, *, snapshot_every: int) -> Settings:
-    """Settings of a run: short sessions, small duplicate window, and no limit on attempts, since no batch is to blame here."""
+def settings_of(
+    bootstrap_servers: str, name: str, folder: Path, base: Path, *, snapshot_every: int, s3: tuple[str, S3Settings] | None = None
+) -> Settings:
+    """Settings of a run: the product's own but for those that docs/exactly-once.md lists, with the reason.
+
+    Args:
+        bootstrap_servers: Of the run's broker.
+        name: Of the run.
+        folder: For all that it writes.
+        base: The base model.
+        snapshot_every: As `worker.snapshot_every`.
+        s3: Bucket and settings of an S3 store; None: a file store.
+    """
     return Settings(
         kafka=KafkaSettings(bootstrap_servers=bootstrap_servers),
         topics=TopicSettings(prefix=f"{name}.", partitions=LANES),
-        store=StoreSettings(url=f"file://{folder}/{name}/store"),
+        store=StoreSettings(url=f"file://{folder}/{name}/store" if s3 is None else f"s3://{s3[0]}/{name}"),
+        s3=S3Settings() if s3 is None else s3[1],
         account=ACCOUNT,
         worker=WorkerSettings(
             work_dir=folder / name / "work",
             threads=1,
-            refusal_linger_seconds=0.05,
             session_timeout_ms=SESSION_MS,
             heartbeat_interval_ms=400,
             transaction_timeout_ms=10_000,
             duplicate_window=WINDOW,
             snapshot_every=snapshot_every,
-            max_step_attempts=1000,
-            rank_silence_seconds=300,
             orphan_grace_seconds=0,
         ),
         base_models={"tiny": BaseModelEntry(path=str(base))},

@@ -11,6 +11,7 @@ FAULTS = (
     "worker killed between store and commit",
     "zombie woken between store and commit",
     "broker killed between store and commit",
+    "store full for a while",
 )
 
 

@@ -4,9 +4,13 @@ Usage: python -m tests.chaos.worker_main PARENT_PID [SABOTAGE]
 """
 
 import sys
+from pathlib import Path
+
+from tests.chaos.store_fault import install
 
 from headrace.cli.main import main
 from headrace.core.processes import die_with
+from headrace.core.settings import Settings
 
 
 def work(sabotage: str | None) -> None:
@@ -15,6 +19,9 @@ def work(sabotage: str | None) -> None:
         from tests.chaos.sabotage import SABOTAGES  # noqa: PLC0415 - imports what it breaks
 
         SABOTAGES[sabotage]()
+    store = Settings().store.url
+    if store.startswith("file://"):
+        install(Path(store.removeprefix("file://")))
     sys.argv = ["headrace", "worker"]
     main()
 

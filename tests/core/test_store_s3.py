@@ -3,14 +3,18 @@
 import os
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
+from tests.s3_proxy import S3Proxy
 
 from headrace.core.local import LocalS3
+from headrace.core.outages import outage_of
+from headrace.core.payloads import claim, redeem
 from headrace.core.settings import S3Settings
 from headrace.core.store import ObjectExistsError, ObjectNotFoundError, ObjectStore, StoreUnavailableError, open_store
 from headrace.core.store.s3 import S3Store
@@ -124,3 +128,86 @@ def test_uploads_that_killed_writers_left_are_swept_once_they_are_old(s3: LocalS
     assert store.sweep("m/", datetime.now(UTC) + timedelta(minutes=1)) == 2
     left = client.list_multipart_uploads(Bucket=s3.bucket, Prefix=f"{topic_prefix}/").get("Uploads", [])
     assert [upload["Key"] for upload in left] == [f"{topic_prefix}/other/c"]
+
+
+@pytest.fixture
+def proxy(s3: LocalS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _seconds: None)  # between two tries of one request
+    with S3Proxy(s3.endpoint_url) as found:
+        yield found
+
+
+def _cuts(answer: bytes) -> list[int]:
+    """Within the status line, at the end and in the middle of each header, in each digit of the length, and within the body."""
+    head = answer.index(b"\r\n\r\n") + 4
+    ends = [at for at in range(head) if answer[at : at + 2] == b"\r\n"]
+    length = answer.lower().find(b"content-length:")  # a list has none: it ends with the connection
+    digits = range(length + 14, answer.index(b"\r\n", length) + 1) if length >= 0 else ()
+    return sorted(
+        {
+            0,
+            5,
+            12,
+            *ends,
+            *(at + 2 for at in ends),
+            *(at + 9 for at in ends if at + 9 < head),
+            *digits,
+            head,
+            *range(head + 1, len(answer), 7),
+        }
+    )
+
+
+def test_an_answer_that_is_cut_off_anywhere_says_nothing_of_the_object(
+    s3: LocalS3, topic_prefix: str, store: ObjectStore, proxy: S3Proxy, tmp_path: Path
+) -> None:
+    body = b"a claimed group " * 7
+    made = claim(store, body, "application/json", "g1")
+    key, digest = store.resolve(made.uri), made.sha256
+    through = open_store(f"s3://{s3.bucket}/{topic_prefix}", settings(s3, endpoint_url=proxy.endpoint_url))
+    reads: dict[str, Callable[[], object]] = {
+        "get": lambda: through.get_bytes(key, sha256=digest),
+        "chunks": lambda: list(through.get_chunks(key)),
+        "range": lambda: through.get_range(key, 0, made.size),
+        "file": lambda: through.get_file(key, tmp_path / "out", sha256=digest),
+        "claim": lambda: redeem(through, made).tobytes(),
+        "list": lambda: list(through.list("payloads/")),
+    }
+    for name, read in reads.items():
+        proxy.answers.clear()
+        proxy.cut = None
+        whole = read()
+        for cut in _cuts(bytes(proxy.answers[-1])):
+            proxy.cut = cut
+            try:
+                assert read() == whole, (name, cut)
+            except StoreUnavailableError:
+                continue
+    proxy.cut = None
+    assert reads["claim"]() == body
+
+
+def test_a_missing_object_is_told_only_by_an_answer_that_says_so(s3: LocalS3, topic_prefix: str, proxy: S3Proxy) -> None:
+    through = open_store(f"s3://{s3.bucket}/{topic_prefix}", settings(s3, endpoint_url=proxy.endpoint_url))
+    for read in (lambda: through.head("k"), lambda: through.get_bytes("k")):
+        with pytest.raises(ObjectNotFoundError):
+            read()
+        proxy.cut = 5
+        with pytest.raises(StoreUnavailableError):
+            read()
+        proxy.cut = None
+
+
+@pytest.mark.parametrize("refused", [(503, "SlowDown"), (507, "InsufficientStorage"), (403, "AccessDenied"), (500, "InternalError")])
+def test_a_store_that_refuses_writes_and_answers_reads_is_unavailable(
+    s3: LocalS3, topic_prefix: str, store: ObjectStore, proxy: S3Proxy, refused: tuple[int, str]
+) -> None:
+    store.put_bytes_if_absent("there", b"x")
+    through = open_store(f"s3://{s3.bucket}/{topic_prefix}", settings(s3, endpoint_url=proxy.endpoint_url))
+    proxy.refused = refused
+    with pytest.raises(StoreUnavailableError) as raised:
+        through.put_bytes_if_absent("k", b"x")
+    assert outage_of(raised.value) is not None
+    assert through.get_bytes("there") == b"x"
+    proxy.refused = None
+    through.put_bytes_if_absent("k", b"x")

@@ -73,9 +73,16 @@ def environment_of(settings: Settings) -> dict[str, str]:
         "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": str(settings.kafka.bootstrap_servers),
         "HEADRACE_TOPICS": settings.topics.model_dump_json(),
         "HEADRACE_STORE": settings.store.model_dump_json(),
+        "HEADRACE_S3": orjson.dumps(_s3(settings)).decode(),
         "HEADRACE_WORKER": settings.worker.model_dump_json(),
         "HEADRACE_BASE_MODELS": orjson.dumps(catalogue).decode(),
     }
+
+
+def _s3(settings: Settings) -> dict[str, str]:
+    secret = settings.s3.secret_access_key
+    shown = settings.s3.model_dump(exclude={"secret_access_key"}, exclude_none=True)
+    return shown if secret is None else shown | {"secret_access_key": secret.get_secret_value()}
 
 
 class WorkerProcess:

@@ -1,22 +1,27 @@
 """What a step stores: its report, and what else it wrote; against files and a real S3 server."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
+from unittest import mock
 
 import pytest
 from tests.worker.test_cut import members, run_of
 
 from headrace.consumers.memory.waiting import Waiting
+from headrace.consumers.steps import files
 from headrace.consumers.steps.cut import Batch
 from headrace.consumers.steps.files import load_duplicates, store_step
 from headrace.consumers.steps.report import build_report
 from headrace.core.reports import read_report, read_rows
-from headrace.core.store import ObjectStore, StoreError
+from headrace.core.store import ObjectStore, StoreError, StoreUnavailableError, fetch_folder
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.report import StepReport
 from headrace.schemas.state import Fingerprint, TrainingScalars
 from headrace.schemas.training import SftConfig, TrainConfig
+from headrace.schemas.weights import WeightsRef
 from headrace.trainer.groups import RejectedTrajectory
 from headrace.trainer.plan import BaseSource, StateKey, StepPlan, StepResult
 
@@ -133,6 +138,48 @@ async def test_a_step_stores_all_that_it_wrote_and_its_report(store: ObjectStore
     assert await load_duplicates(store, stored.snapshot) == b"window"
     assert read_report(store, stored.report) == report
     assert read_rows(store, stored.report) == b"rows/rows.safetensors"
+
+
+def flipped(store: ObjectStore, key: str) -> None:
+    content = bytearray(store.get_bytes(key))
+    content[-1] ^= 1
+    store.delete(key)
+    store.put_bytes_if_absent(key, bytes(content))
+
+
+def truncated(store: ObjectStore, key: str) -> None:
+    content = store.get_bytes(key)
+    store.delete(key)
+    store.put_bytes_if_absent(key, content[:-1])
+
+
+def gone(store: ObjectStore, key: str) -> None:
+    store.delete(key)
+
+
+@pytest.mark.parametrize("damage", [flipped, truncated, gone])
+@pytest.mark.parametrize("file", ["weights/00000003-attempt/w", "weights/00000003-attempt/manifest.json", "snapshots/00000003-attempt/s"])
+async def test_rule_14_what_is_damaged_between_its_upload_and_the_commit_is_found_and_stored_once_more(
+    store: ObjectStore, tmp_path: Path, damage: Callable[[ObjectStore, str], None], file: str
+) -> None:
+    out, report = out_dir(tmp_path, "weights/w", "snapshot/s"), report_of(batch())
+    damages = [f"models/m/i/{file}"]
+    really, first = files._read_back, Lock()
+
+    def read_back(one: ObjectStore, ref: WeightsRef) -> None:
+        with first:
+            while damages:
+                damage(store, damages.pop())
+        really(one, ref)
+
+    with mock.patch.object(files, "_read_back", read_back):
+        with pytest.raises(StoreUnavailableError, match="was damaged before its commit, and is stored once more"):
+            await store_step(store, out, RESULT, b"window", report)
+        stored = await store_step(store, out, RESULT, b"window", report)
+    assert fetch_folder(store, stored.weights.uri, stored.weights.digest, tmp_path / "fetched").files[0].path == "w"
+    assert (tmp_path / "fetched" / "w").read_bytes() == b"weights/w"
+    assert stored.snapshot is not None
+    fetch_folder(store, stored.snapshot.uri, stored.snapshot.digest, tmp_path / "snapshot")
 
 
 async def test_a_step_without_snapshot_rows_and_plots_stores_weights_and_report_alone(store: ObjectStore, tmp_path: Path) -> None:

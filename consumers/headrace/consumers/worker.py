@@ -15,6 +15,7 @@ from headrace.consumers.intake.admission_pool import AdmissionPool
 from headrace.consumers.lanes.balancer import Balancer
 from headrace.consumers.lanes.lane import Lane
 from headrace.consumers.steps.world import TrainerWorld, WorldLostError, base_source
+from headrace.consumers.store_check import check_store
 from headrace.consumers.work_folder import WorkFolder
 from headrace.core.durability import durability
 from headrace.core.errors import HeadraceError
@@ -58,6 +59,7 @@ class Worker:
 
         Raises:
             WorldLostError: under a launcher, a rank ended or hung.
+            StoreMisconfiguredError: the store is not the group's, or can't be used with these settings.
             HeadraceError: Kafka can't be reached, or the topics are missing or differ.
         """
         keep_memory()
@@ -99,6 +101,7 @@ class Worker:
     async def _join(self, options: ClientOptions) -> None:
         count = await lane_count(options, self._settings.topic_names, self._settings.groups_topic)
         await self._say_how_safe(options)
+        await check_store(self._settings, self._store, options)
         await self._balancer.start()
         logger.info("worker of group %s on %d lanes", self._settings.worker.group, count)
 

@@ -13,6 +13,7 @@ import orjson
 import torch
 from safetensors.torch import save_file
 
+from headrace.core.outages import outage_of
 from headrace.trainer.plan import BaseSource
 from headrace.trainer.shards import Tensors, gathered
 
@@ -95,6 +96,8 @@ def _save_tokenizer(base: BaseSource, folder: str) -> None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(base.path, gguf_file=base.gguf_file, local_files_only=True)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if outage_of(error) is not None:
+            raise
         return  # a base model without a tokenizer: its agents bring token ids
     tokenizer.save_pretrained(folder)

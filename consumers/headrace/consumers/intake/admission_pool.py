@@ -20,7 +20,7 @@ import orjson
 from headrace.consumers.intake.admission import NOTED_BYTES, AdmissionRequest, AdmissionResult, Admitted, Noted, Refused
 from headrace.consumers.intake.plain_groups import admit_plain, plain_size
 from headrace.consumers.intake.shared_values import HandedBack, HandedOver, Shared, SharedValues
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, OutageError
 from headrace.core.processes import die_with
 from headrace.core.settings import Settings
 from headrace.schemas.reasons import RejectionReason
@@ -68,7 +68,7 @@ class AdmissionPool:
         """Answers in the order of the requests.
 
         Raises:
-            HeadraceError: the object store can't be reached; nothing was decided, ask again.
+            OutageError: the object store can't be used, or the process does not start; nothing was decided, ask again.
         """
         async with self._lock:
             answers = await self._plain(requests)
@@ -119,11 +119,15 @@ class AdmissionPool:
         return answers
 
     async def _alone(self, request: AdmissionRequest) -> AdmissionResult:
+        self._noted.value = b""
         try:
             return (await self._run([request]))[0]
         except BrokenProcessPool:
+            began = bool(self._noted.value)
             group_id, job_id = self._at_work(request)
             self._restart()
+            if not began:  # a library that can't be imported, a machine without memory: no record is to blame
+                raise OutageError("the process that reads and tokenizes groups ends before it reads one: its log says why") from None
             return Refused(
                 group_id=group_id,
                 job_id=job_id,

@@ -1,9 +1,9 @@
 """From a record's bytes to a tokenized group, or to the reason why not. Runs in the tokenizing process.
 
 Guarantees: whatever the bytes are, the answer is `Admitted`, `Refused` (it could be read) or `Unreadable` (it could not); only an
-object store that can't be reached raises. A base model whose folder can't be read refuses its own groups, no other model's. A record that
-uses up its processor time ends the process, and is refused by the pool. Gives up: what needs the lane's order: duplicates, jobs and policy
-versions are judged by the lane.
+outage (`core.outages`), which says nothing of the record, raises. A base model whose folder can't be read refuses its own groups, no other
+model's. A record that uses up its processor time ends the process, and is refused by the pool. Gives up: what needs the lane's order:
+duplicates, jobs and policy versions are judged by the lane.
 """
 
 import gc
@@ -26,10 +26,11 @@ from headrace.consumers.intake.admission import (
     Unreadable,
 )
 from headrace.consumers.intake.shared_values import HandedBack, HandedOver, Shared, hand_back
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, OutageError
 from headrace.core.hosted_entries import decode_hosted
 from headrace.core.importing import importing
 from headrace.core.kept_memory import keep_memory
+from headrace.core.outages import outage_of
 from headrace.core.payloads import PayloadDigestError, PayloadMissingError, PayloadUnreadableError, redeem
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
@@ -87,7 +88,7 @@ def admit_all(handed: HandedOver) -> HandedBack:
     """Answer each request, in a process that `prepare` set up: one that takes too much processor time ends it.
 
     Raises:
-        HeadraceError: the object store can't be reached.
+        OutageError: the object store, or a disk, can't be used.
     """
     answers: list[AdmissionResult] = []
     for request in handed.requests if _shared is None else handed.restored(_shared):
@@ -114,7 +115,9 @@ def admit(request: AdmissionRequest) -> AdmissionResult:
         return seen.refused(RejectionReason.TOKENIZATION_FAILED, str(error))
     except HeadraceError:
         raise
-    except Exception as error:  # noqa: BLE001 - the last line of defence: one record never takes others down
+    except Exception as error:  # the last line of defence: one record never takes others down
+        if (reason := outage_of(error)) is not None:
+            raise OutageError(reason) from error
         return seen.refused(RejectionReason.TOKENIZATION_FAILED, f"{type(error).__name__}: {error}")
 
 

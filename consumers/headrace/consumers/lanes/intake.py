@@ -6,8 +6,6 @@ its neighbours down. A shadow trains on another worker group's records: those of
 that group's business and passed by (rule 18). Gives up: nothing by time; admission is provisional (lag and versions are judged at the cut).
 """
 
-import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,8 +22,8 @@ from headrace.consumers.memory.state_bounds import pending_room
 from headrace.consumers.memory.waiting import Waiting
 from headrace.consumers.steps.cut import has_all_groups
 from headrace.consumers.steps.world import base_source
-from headrace.core.errors import HeadraceError
 from headrace.core.lanes import lane_of
+from headrace.core.outages import outlast
 from headrace.core.polling import UnreadableRecord
 from headrace.core.settings import Settings
 from headrace.schemas.envelope import header_text
@@ -33,11 +31,8 @@ from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import DeadLetterReason, RejectionReason
 
-logger = logging.getLogger(__name__)
-
 MAX_PENDING = 5_000
 """Groups that wait, of one model: its state lists them and must fit into a record."""
-_STORE_RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +130,8 @@ class LaneIntake:
         return AdmissionRequest.of(record, None if entry is None or run.status != "active" else base_source(entry), settings)
 
     async def _admit(self, requests: list[AdmissionRequest]) -> list[AdmissionResult]:
-        while True:
-            try:
-                return await self._pool.admit(requests)
-            except HeadraceError as error:
-                # A store that is away looks like missing payloads and is none: wait for it (rule 13).
-                logger.warning("admission waits: %s", error)
-                await asyncio.sleep(_STORE_RETRY_SECONDS)
+        # A store that is away looks like missing payloads and is none: it is waited for (rule 13).
+        return await outlast(f"lane {self._book.state.lane}, which reads groups,", lambda: self._pool.admit(requests))
 
     def _apply(self, record: ConsumerRecord, run: ModelRun, result: AdmissionResult) -> None:
         match result:
