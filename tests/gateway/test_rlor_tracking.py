@@ -5,7 +5,10 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 from tests.gateway.conftest import gateway_settings, running
@@ -112,3 +115,60 @@ async def test_committed_steps_are_in_the_run_of_a_job_that_asks_for_it(
     assert [(row["_step"], row["loss"], row["policy_version"]) for row in history] == [(1, 0.5, 1)]
     for path in (tmp_path / "wandb").rglob("*"):
         assert path.is_dir() or b"hush" not in path.read_bytes(), path
+
+
+async def train(client: httpx.AsyncClient, gate: Gate, job_id: str) -> None:
+    """One step of a job, committed."""
+    lane = LaneDouble(gate)
+    await lane.take_up(rlor_model_id("default", job_id))
+    assert await state(client, job_id) == "RUNNING"
+    step = await client.post(f"{JOBS}/{job_id}:executeTrainStep", json={"dataset": "d1", "outputModel": f"{job_id}-1"})
+    assert step.status_code == 200, step.text
+    fact = (await gate.view.fresh()).facts[rlor_job_key("default", job_id)]
+    assert isinstance(fact, RlorJob)
+    assert fact.step is not None
+    await lane.train(fact.step.training_jobs[0])
+
+
+async def test_what_fails_for_one_job_is_that_jobs_and_no_job_uses_the_key_of_the_gateway(
+    kafka: str, topic_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "the-operators-own-key")
+    opened: list[str] = []
+
+    def init(**options: Any) -> SimpleNamespace:
+        opened.append(options["settings"].api_key)
+        if options["project"] == "ill":
+            raise ValueError("embedded null byte\x00")
+        return SimpleNamespace(offline=True, url=None, log=lambda *_, **__: None, finish=lambda: None)
+
+    monkeypatch.setattr("wandb.init", init)
+    settings = gateway_settings(kafka, topic_prefix, tmp_path, secrets_key="k" * 32, wandb_dir=tmp_path / "wandb")
+    await apply(settings)
+    key = "own-" * 10
+    jobs = {
+        "keyless": {"enabled": True, "project": "p"},
+        "ill": {"enabled": True, "project": "ill", "apiKey": key},
+        "well": {"enabled": True, "project": "p", "apiKey": key},
+    }
+    async with running(settings) as client:
+        gate = client.gate  # type: ignore[attr-defined]
+        async with tracking(gate):
+            await dataset(client, "d1")
+            for job_id, config in jobs.items():
+                made = await create(client, job_id, keep_alive(wandbConfig=config))
+                assert made.status_code == 200, made.text
+                await train(client, gate, job_id)
+            await until_tracked(settings, len({lane_of(rlor_model_id("default", job_id), gate.view.lanes) for job_id in jobs}))
+            said = {job_id: (await client.get(f"{JOBS}/{job_id}")).json()["status"]["message"] for job_id in jobs}
+    assert opened == [key, key]
+    assert "no apiKey" in said["keyless"]
+    assert "embedded null byte?" in said["ill"]
+    assert said["well"] == ""
+
+
+async def test_names_that_no_run_can_have_are_refused(gateway: httpx.AsyncClient) -> None:
+    for field, value in (("project", "a\x00b"), ("entity", "a/b"), ("runId", "a\nb"), ("apiKey", "k\x00")):
+        refused = await create(gateway, "j", keep_alive(wandbConfig={"enabled": True, field: value}))
+        assert (refused.status_code, f"wandbConfig.{field}" in refused.text) == (400, True), refused.text

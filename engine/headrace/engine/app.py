@@ -1,17 +1,18 @@
 """The routes: `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/health`, `/version`.
 
 Guarantees: nothing of a request is done before all of it was checked; the version that sampled an answer stands in it and in the header
-`x-headrace-policy-version`; a client that goes away frees its rows, and disturbs nobody. Gives up: access control (the engine is an inner
-part: let it listen where only the gateway and your agents reach it), and a bound on what the base model's chat template takes.
+`x-headrace-policy-version`; a client that goes away frees its rows, and disturbs nobody; a page that a browser has open can't call, also
+where it leads a name of its own to this machine. Gives up: access control (the engine is an inner part: let it listen where only the
+gateway and your agents reach it), and a bound on what the base model's chat template takes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import version
 
 import orjson
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +21,7 @@ from headrace.consumers.sampling.policy_engine import PolicyEngine
 from headrace.consumers.sampling.sampled_row import RowPiece
 from headrace.consumers.serving.served_model import Policy
 from headrace.consumers.serving.served_models import ServedModels
+from headrace.core.http_server import host_of, is_foreign_page, is_loopback
 from headrace.engine.answers import ChatAnswer, CompletionAnswer
 from headrace.engine.errors import ApiError, error_body, install_errors
 from headrace.engine.requests import ChatRequest, read_chat, read_completion
@@ -31,15 +33,27 @@ VERSION_HEADER = "x-headrace-policy-version"
 Answer = ChatAnswer | CompletionAnswer
 
 
-def engine_app(engine: PolicyEngine, batcher: Batcher, served: ServedModels) -> FastAPI:
+def engine_app(
+    engine: PolicyEngine, batcher: Batcher, served: ServedModels, *, only_local: bool = False, names: Collection[str] = ()
+) -> FastAPI:
     """The application.
 
     Args:
         engine: For its tokenizer.
         batcher: Takes the requests.
         served: What there is to sample from.
+        only_local: It listens on loopback: whoever calls knows it as this machine.
+        names: Host names under which it is known, beside `localhost` and addresses.
     """
-    app = FastAPI(title="Headrace engine", openapi_url=None, docs_url=None, redoc_url=None)
+
+    async def check_page(http: Request) -> None:
+        host, origin = http.headers.get("host", ""), http.headers.get("origin")
+        if only_local and not is_loopback(host_of(host)):
+            raise ApiError(f"this engine answers to localhost only, not to Host {host[:100]!r}", status=403, code="foreign_host")
+        if is_foreign_page(host, origin, names):
+            raise ApiError(f"no page of {str(origin)[:100]!r} may call this engine", status=403, code="foreign_origin")
+
+    app = FastAPI(title="Headrace engine", openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(check_page)])
     install_errors(app)
 
     @app.post("/v1/chat/completions")

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from headrace.core.errors import HeadraceError
 from headrace.core.settings import BaseModelEntry, Settings
@@ -39,6 +40,10 @@ class EngineOptions:
         """Where others reach it."""
         host = socket.gethostname() if self.host in _ANYWHERE else self.host
         return self.advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{_port(listener)}/v1"
+
+    def names(self, listener: socket.socket) -> frozenset[str]:
+        """Host names under which it is known."""
+        return frozenset({socket.gethostname().lower(), urlsplit(self.url(listener)).hostname or ""} - {""})
 
     def name(self, listener: socket.socket) -> str:
         """Its id."""

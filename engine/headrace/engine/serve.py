@@ -18,6 +18,7 @@ from headrace.consumers.sampling.batching import Batcher
 from headrace.consumers.sampling.policy_engine import PolicyEngine
 from headrace.consumers.serving.model_watch import ModelWatch
 from headrace.consumers.serving.served_models import EngineIdentity, ServedModels
+from headrace.core.http_server import is_loopback, server_config
 from headrace.core.kafka import client_options
 from headrace.core.kafka_outage import folding
 from headrace.core.settings import Settings
@@ -95,12 +96,9 @@ class EngineProcess:
             cache_dir=options.cache_dir,
         )
         server = _Server(
-            uvicorn.Config(
-                engine_app(engine, batcher, served),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=_GRACE_SECONDS,
+            server_config(
+                engine_app(engine, batcher, served, only_local=is_loopback(options.host), names=options.names(listener)),
+                grace_seconds=_GRACE_SECONDS,
             )
         )
         try:

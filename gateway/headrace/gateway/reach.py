@@ -21,7 +21,7 @@ from headrace.schemas.gateway import checkpoint_key
 from headrace.schemas.rlor_resources import DatasetFile, account_files_prefix
 
 _OF_A_MODEL = re.compile(r"(?:models|logged)/(?P<model>[^/]+)/.")
-_OF_A_CHECKPOINT = re.compile(r"models/(?P<model>[^/]+)/(?P<incarnation>[^/]+)/weights/(?P<step>\d{8,})-")
+_OF_A_CHECKPOINT = re.compile(r"models/(?P<model>[^/]+)/(?P<incarnation>[^/]+)/weights/(?P<step>[0-9]{8,18})-")
 _ENCODED = re.compile(r"%(?:2f|5c|2e)", re.IGNORECASE)
 """Slashes and dots: a key is literal here, but who knows what stands between us and a bucket."""
 _ARTIFACT = re.compile(r"wandb-artifact:///(?P<entity>[^/]+)/(?P<project>[^/]+)/[^/]+")

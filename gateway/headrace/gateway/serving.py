@@ -15,7 +15,8 @@ from headrace.gateway.tables import Tables
 from headrace.schemas.weights import WeightsApplied, WeightsFailed
 
 _ARTIFACT = re.compile(r"(?:wandb-artifact:///)?(?P<entity>[^/:]+)/(?P<project>[^/:]+)/(?P<name>[^/:]+)(?::(?P<alias>.+))?")
-_STEP = re.compile(r"(?:step|v)(\d+)")
+_STEP = re.compile(r"(?:step|v)([0-9]{1,18})")
+_ID = re.compile(r"(?P<id>[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?:@(?P<version>[0-9]{1,18}))?")
 
 
 class UnknownNameError(Exception):
@@ -69,9 +70,9 @@ def parse_name(name: str, account: str) -> Wanted:
 
 
 def _parse(name: str, account: str) -> Wanted:
-    model_id, at, version = name.partition("@")
-    if re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", model_id) and (not at or version.isdigit()):
-        return Wanted(account=account, project=None, name=None, model_id=model_id, version=int(version) if at else None)
+    if (said := _ID.fullmatch(name)) is not None:
+        version = None if said["version"] is None else int(said["version"])
+        return Wanted(account=account, project=None, name=None, model_id=said["id"], version=version)
     found = _ARTIFACT.fullmatch(name)
     if found is None:
         raise UnknownNameError(

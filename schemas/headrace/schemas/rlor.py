@@ -63,6 +63,8 @@ class RlorRun(Record):
     nonce: str
     """Of the job."""
     url: str
+    fault: str | None = None
+    """Why its metrics are not there; null: nothing is known to be wrong."""
     noted_at: datetime = Field(default_factory=utc_now)
 
 

@@ -24,7 +24,7 @@ from headrace.gateway.rlor.field_paths import UnknownFieldError, path_of
 from headrace.gateway.rlor.job_facts import find_job
 from headrace.gateway.rlor.job_rules import base_model_name
 from headrace.gateway.rlor.lists import Asked, listed
-from headrace.gateway.rlor.masks import ReadMask, answered
+from headrace.gateway.rlor.masks import MOST_FIELDS, ReadMask, answered
 from headrace.gateway.rlor.names import OwnAccount, check_id, id_in, name_of
 from headrace.gateway.rlor.wire import Empty, Status, Timestamp, Wire
 from headrace.gateway.tables import Tables
@@ -138,8 +138,11 @@ async def change_deployment(
     asked = read_as(DeploymentFields, await object_of(request)).model_dump(mode="json", by_alias=True, exclude_unset=True)
     if not update_mask.strip():
         return await _change(gate, account, deployment, asked)
+    parts = update_mask.split(",")
+    if len(parts) > MOST_FIELDS:
+        raise ProblemError(400, f"updateMask: {len(parts)} fields, {MOST_FIELDS} at most are possible")
     try:
-        names = [path_of(DeploymentFields, part)[0] for part in update_mask.split(",")]
+        names = [path_of(DeploymentFields, part)[0] for part in parts]
     except UnknownFieldError as error:
         raise ProblemError(400, f"updateMask: {error}") from None
     return await _change(gate, account, deployment, {name: asked.get(name) for name in names})

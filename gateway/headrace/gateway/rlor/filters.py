@@ -36,6 +36,7 @@ _NUMBER = re.compile(r"^[+-]?\d+(\.\d+)?([eE][+-]?\d+)?$")
 _SECONDS = re.compile(r"^(\d+(?:\.\d+)?)s$")
 _LONGEST = 4096
 _DEEPEST = 50
+_MOST_COMPARISONS = 100
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "=": lambda a, b: bool(a == b),
     "!=": lambda a, b: bool(a != b),
@@ -85,6 +86,7 @@ class _Parser:
         self._end = end
         self._resolve = resolve
         self._next = 0
+        self._comparisons = 0
 
     def peek(self) -> _Token | None:
         return self._tokens[self._next] if self._next < len(self._tokens) else None
@@ -120,6 +122,9 @@ class _Parser:
             path = self._resolve(field.text)
         except UnknownFieldError as error:
             raise FilterError(f"position {field.at + 1}: {error}") from None
+        self._comparisons += 1
+        if self._comparisons > _MOST_COMPARISONS:
+            raise FilterError(f"position {field.at + 1}: it has more than {_MOST_COMPARISONS} comparisons")
         operator = self._need("op", f"a comparison (= != < > <= >=) after {field.text[:40]!r}")
         token = self.peek()
         if token is None or token.kind not in {"word", "text"} or token.text in {"AND", "OR", "NOT"}:
@@ -167,17 +172,17 @@ def _text_of(token: _Token) -> str:
 
 def _compare(path: Path, operator: str, wanted: str) -> Predicate:
     compare = _OPERATORS[operator]
-    pattern = None
-    if operator in {"=", "!="} and len(wanted) > 1 and (wanted.startswith("*") or wanted.endswith("*")):
-        middle = re.escape(wanted.removeprefix("*").removesuffix("*"))
-        pattern = re.compile(f"{'.*' if wanted.startswith('*') else ''}{middle}{'.*' if wanted.endswith('*') else ''}", re.DOTALL)
+    begins, ends = wanted.startswith("*"), wanted.endswith("*")
+    has_pattern = operator in {"=", "!="} and len(wanted) > 1 and (begins or ends)
+    part = wanted.removeprefix("*").removesuffix("*")
 
     def holds(resource: Resource) -> bool:
         value = value_at(resource, path)
         if value is None or isinstance(value, Mapping | list):
             return operator == "!="
-        if pattern is not None and isinstance(value, str):
-            return (pattern.fullmatch(value) is not None) == (operator == "=")
+        if has_pattern and isinstance(value, str):
+            fits = part in value if begins and ends else value.endswith(part) if begins else value.startswith(part)
+            return fits == (operator == "=")
         return compare(*_alike(value, wanted))
 
     return holds

@@ -35,6 +35,8 @@ class Job:
     stands: Standing
     run_url: str
     """Where its metrics are to be seen, beside here; empty: nowhere yet."""
+    run_fault: str | None
+    """Why they are not there."""
     missing_deployments: tuple[str, ...] = ()
     """Names of deployments that it is to load its versions into, and that the account does not have."""
 
@@ -63,8 +65,15 @@ def job_of(tables: Tables, fact: RlorJob, now: datetime | None = None) -> Job:
     inactivity = None if fields.disable_inactivity_cleanup else fields.inactivity_timeout
     stands = standing(tables, fact, keep_alive=fields.keep_alive, inactivity=inactivity, now=now or utc_now())
     run = tables.facts.get(rlor_run_key(fact.account, fact.id))
-    url = run.url if isinstance(run, RlorRun) and run.nonce == fact.nonce else ""
-    return Job(fact=fact, fields=fields, stands=stands, run_url=url, missing_deployments=_missing_deployments(tables, fact.account, fields))
+    own = run if isinstance(run, RlorRun) and run.nonce == fact.nonce else None
+    return Job(
+        fact=fact,
+        fields=fields,
+        stands=stands,
+        run_url=own.url if own else "",
+        run_fault=own.fault if own else None,
+        missing_deployments=_missing_deployments(tables, fact.account, fields),
+    )
 
 
 def _missing_deployments(tables: Tables, account: str, fields: JobFields) -> tuple[str, ...]:

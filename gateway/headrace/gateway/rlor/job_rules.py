@@ -13,7 +13,7 @@ from headrace.core.models import ModelRefusedError, check_base_model
 from headrace.core.presets import MethodNotBuiltError, PresetError, preset
 from headrace.core.settings import Settings
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.job_fields import JobFields, TrainingConfig
+from headrace.gateway.rlor.job_fields import JobFields, TrainingConfig, WandbConfig
 from headrace.schemas.training import LoraSettings, ModelSettings, OptimizerSettings, TrainConfig
 
 _RATE = 1e-4
@@ -31,10 +31,24 @@ def check(fields: JobFields) -> None:
         raise ProblemError(400, f"trainingConfig.baseModel and trainingConfig.warmStartFrom: {said}; exactly one says what to begin with")
     if fields.azure_blob_storage_config is not None:
         raise ProblemError(501, "azureBlobStorageConfig: Azure storage is not supported: upload the dataset, or put it into S3")
+    if fields.wandb_config is not None:
+        _check_tracking(fields.wandb_config)
     _check_mode(fields)
     _check_data(fields)
     _check_loss(fields)
     _check_adapter(config)
+
+
+def _check_tracking(config: WandbConfig) -> None:
+    """Names that the service has."""
+    for field, value in (
+        ("project", config.project),
+        ("entity", config.entity),
+        ("runId", config.run_id),
+        ("apiKey", config.api_key or ""),
+    ):
+        if len(value) > 256 or not value.isprintable() or (field != "apiKey" and set(value) & set("/\\#?%:")):
+            raise ProblemError(400, f"wandbConfig.{field}: at most 256 printable characters, without / \\ # ? % : in names, are possible")
 
 
 def reward_weights(entries: tuple[str, ...]) -> dict[str, float]:

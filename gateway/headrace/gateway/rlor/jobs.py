@@ -32,7 +32,7 @@ from headrace.gateway.rlor.names import PROJECT, OwnAccount, id_in, name_of, rlo
 from headrace.gateway.rlor.s3_datasets import S3_SECRET, credentials
 from headrace.gateway.rlor.shown_job import RlorTrainerJob, shown
 from headrace.gateway.rlor.steps import output_model, prepare, write_job, write_step
-from headrace.gateway.rlor.tracking import can_track
+from headrace.gateway.rlor.tracking import NO_KEY, can_track, is_offline
 from headrace.gateway.rlor.warm_start import warm_start
 from headrace.gateway.rlor.wire import Empty, Wire
 from headrace.gateway.secret_box import SecretBox, SecretBoxError
@@ -205,8 +205,11 @@ def _without_secrets(fields: JobFields, box: SecretBox) -> tuple[JobFields, dict
 
 def _idle(raw: dict[str, Any], fields: JobFields) -> tuple[str, ...]:
     idle = without_effect(raw, fields)
-    untracked = fields.wandb_config is not None and fields.wandb_config.enabled and not can_track()
-    return (*idle, "wandbConfig (this gateway lacks the extra headrace[wandb])") if untracked else idle
+    if fields.wandb_config is None or not fields.wandb_config.enabled:
+        return idle
+    if not can_track():
+        return (*idle, "wandbConfig (this gateway lacks the extra headrace[wandb])")
+    return idle if fields.wandb_config.api_key or is_offline() else (*idle, f"wandbConfig ({NO_KEY})")
 
 
 def _known(tables: Tables, account: str, job_id: str) -> Job | None:

@@ -13,9 +13,11 @@ from pydantic import BaseModel, Field
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.field_paths import Path, UnknownFieldError, path_of, value_at
 from headrace.gateway.rlor.filters import FilterError, parse_filter
-from headrace.gateway.rlor.masks import masked
+from headrace.gateway.rlor.masks import mask_of
 from headrace.gateway.rlor.paging import page
 from headrace.gateway.rlor.wire import Wire
+
+_MOST_ORDERS = 16
 
 
 class ListQuery(BaseModel):
@@ -49,7 +51,7 @@ def listed(resources: Sequence[Wire], kind: type[Wire], asked: ListQuery, *, key
         holds = parse_filter(asked.filter, lambda text: path_of(kind, text))
     except FilterError as error:
         raise ProblemError(400, f"filter: {error}") from None
-    masked({}, asked.read_mask, kind)
+    mask = mask_of(asked.read_mask, kind)
     found = [resource.model_dump(mode="json", by_alias=True, exclude_none=True) for resource in resources]
     chosen = sorted((resource for resource in found if holds(resource)), key=lambda resource: str(resource["name"]))
     for path, falls in reversed(_order(asked.order_by, kind)):
@@ -57,13 +59,16 @@ def listed(resources: Sequence[Wire], kind: type[Wire], asked: ListQuery, *, key
     rows = [(str(resource["name"]), resource) for resource in chosen]
     bound = (key, account, asked.filter, asked.order_by, asked.read_mask)
     cut = page(rows, size=asked.page_size, token=asked.page_token, asked=bound)
-    answer: dict[str, Any] = {key: [masked(row, asked.read_mask, kind) for row in cut.rows], "totalSize": cut.total_size}
+    answer: dict[str, Any] = {key: [mask(row) for row in cut.rows], "totalSize": cut.total_size}
     return answer if cut.next_page_token is None else {**answer, "nextPageToken": cut.next_page_token}
 
 
 def _order(order_by: str, kind: type[Wire]) -> list[tuple[Path, bool]]:
     found: list[tuple[Path, bool]] = []
-    for part in order_by.split(",") if order_by.strip() else []:
+    parts = order_by.split(",") if order_by.strip() else []
+    if len(parts) > _MOST_ORDERS:
+        raise ProblemError(400, f"orderBy: {len(parts)} fields, {_MOST_ORDERS} at most are possible")
+    for part in parts:
         words = part.split()
         if not words or len(words) > 2 or (len(words) == 2 and words[1].lower() not in {"asc", "desc"}):
             raise ProblemError(400, f"orderBy: {part.strip()[:80]!r}: a field, with ' desc' behind it if it falls, is needed")

@@ -5,6 +5,7 @@ line, in bounded memory, never with the gateway's own credentials, and only from
 validation before a step needs it; roles; what changes while it is read.
 """
 
+import re
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from urllib.parse import urlsplit
@@ -18,6 +19,8 @@ from headrace.gateway.rlor.dataset_lines import DatasetFaultError, lines_in
 
 S3_SECRET = "awsS3Config.credentialsSecret"  # noqa: S105 - a field's name
 _SUFFIX = ".jsonl"
+_REGION = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
 def credentials(secret: str, own: S3Settings) -> S3Settings:
@@ -37,8 +40,13 @@ def credentials(secret: str, own: S3Settings) -> S3Settings:
             f'{S3_SECRET}: the secret itself is needed, as JSON {{"aws_access_key_id": …, "aws_secret_access_key": …}}; this gateway '
             "keeps no secrets by name",
         )
+    region = said.get("region") or own.region
+    if region is not None and (not isinstance(region, str) or _REGION.fullmatch(region) is None):
+        raise ProblemError(400, f"{S3_SECRET}: region: the name of a region, such as eu-central-1, is needed")
+    if any(not said[name].isascii() or not said[name].isprintable() for name in names):
+        raise ProblemError(400, f"{S3_SECRET}: keys of S3 are printable ASCII")
     found = {"access_key_id": said[names[0]], "secret_access_key": said[names[1]]}
-    return S3Settings.model_validate({"endpoint_url": own.endpoint_url, "region": said.get("region") or own.region, **found})
+    return S3Settings.model_validate({"endpoint_url": own.endpoint_url, "region": region, **found})
 
 
 def check_url(url: str) -> None:
@@ -47,7 +55,7 @@ def check_url(url: str) -> None:
     if scheme != "s3":
         raise ProblemError(501, f"dataset.externalUrl: {scheme[:20]}:// is not read here, only s3://: or upload the files")
     bucket, _, path = rest.partition("/")
-    if not bucket or not path.strip("/") or ".." in path.split("/") or len(url) > 1024:
+    if _BUCKET.fullmatch(bucket) is None or not path.strip("/") or ".." in path.split("/") or len(url) > 1024 or not url.isprintable():
         raise ProblemError(400, "dataset.externalUrl: s3://bucket/folder/ or s3://bucket/file.jsonl is needed")
 
 

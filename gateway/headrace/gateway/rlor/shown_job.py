@@ -65,6 +65,7 @@ def shown(job: Job) -> RlorTrainerJob:
     """A job for an answer."""
     fact, stands, document = job.fact, job.stands, job.stands.document
     idle = f"without effect here: {', '.join(fact.without_effect)}" if fact.without_effect else ""
+    warnings = "; ".join(filter(None, (idle, job.run_fault)))
     is_deleted = fact.deleted_at is not None
     logprobs = document.logprobs if document is not None else None
     asked = {name: getattr(job.fields, name) for name in JobFields.model_fields}
@@ -77,7 +78,7 @@ def shown(job: Job) -> RlorTrainerJob:
         completed_time=stands.completed_at,
         # Of a deleted job: fireworks-ai 1.2.30, which validates strictly, knows no other name for it.
         state=f"JOB_STATE_{'DELETING' if is_deleted else stands.state}",
-        status=Status(code=stands.code, message=_DELETED if is_deleted else _told(job, idle)),
+        status=Status(code=stands.code, message=_DELETED if is_deleted else _told(job, warnings)),
         created_by=fact.owner,
         accelerator_seconds={name: round(seconds) for name, seconds in stands.seconds.items()},
         job_progress=_progress(job),

@@ -2,8 +2,10 @@
 
 All gateways follow the step ledger as one consumer group, so each step is written by one of them, and all steps of a job by the same one as
 long as it runs. Guarantees: a step is written after its commit, in order; a gateway that ends is taken over from its last written step.
-Gives up: exactly once. After a crash a step may be written again, which wandb passes over, as it takes steps in rising order only; a
-service that can't be reached costs metrics of the run (a warning says so), never a step: the ledger has them all.
+Whatever fails for one job is that job's: its `status` says it, its run is tried again after `_AGAIN_SECONDS`, and the others go on. A job
+without a key of its own is not tracked: the gateway's own key, wherever it lies, is never used for it.
+Limitations: not exactly once. After a crash a step may be written again, which wandb passes over, as it takes steps in rising order only; a
+service that can't be reached costs metrics of the run, never a step: the ledger has them all.
 
 One run a job, with the id `wandbConfig.runId` or `<job>-<8 hex>`; where it is known to the service it goes on. Its address is noted in the
 log, so that every gateway shows it (`wandbConfig.url`). `WANDB_MODE=offline` in the gateway's environment writes to `gateway.wandb_dir`
@@ -12,6 +14,8 @@ only. The key is handed to wandb in memory, and stands in no file of its own.
 
 import asyncio
 import logging
+import os
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from importlib.util import find_spec
@@ -30,7 +34,7 @@ from headrace.gateway.gate import Gate
 from headrace.gateway.rlor.job_facts import job_of
 from headrace.gateway.rlor.job_fields import JobFields, WandbConfig
 from headrace.gateway.rlor.job_state import OVER
-from headrace.gateway.secret_box import SecretBox, SecretBoxError
+from headrace.gateway.secret_box import SecretBox
 from headrace.schemas.rlor import RlorJob, RlorRun, rlor_run_key
 from headrace.schemas.state import StepRecord
 
@@ -41,11 +45,20 @@ logger = logging.getLogger(__name__)
 
 _KEY = "wandbConfig.apiKey"
 _RETRY_SECONDS = 5.0
+_AGAIN_SECONDS = 300.0
+_SERVICE_SECONDS = 30.0
+"""For the service to answer when a run is opened: the runs of other jobs wait meanwhile."""
+NO_KEY = "it has no apiKey, and the gateway's own key is used for no job"
 
 
 def can_track() -> bool:
     """Whether wandb is installed."""
     return find_spec("wandb") is not None
+
+
+def is_offline() -> bool:
+    """Whether runs stay in `gateway.wandb_dir`: they need no key."""
+    return os.environ.get("WANDB_MODE") == "offline"
 
 
 @asynccontextmanager
@@ -65,13 +78,17 @@ async def tracking(gate: Gate) -> AsyncIterator[None]:
         await asyncio.to_thread(tracker.finish)
 
 
-async def note_run(gate: Gate, job: RlorJob, url: str) -> None:
-    """Have every gateway show where a job's metrics are. Raises KafkaUnavailableError."""
-    run = RlorRun(account=job.account, job=job.id, nonce=job.nonce, url=url)
+async def note_run(gate: Gate, job: RlorJob, url: str, fault: str | None = None) -> None:
+    """Have every gateway show where a job's metrics are, or why they are nowhere. Raises KafkaUnavailableError."""
     known = gate.view.tables.facts.get(rlor_run_key(job.account, job.id))
-    if not url or (isinstance(known, RlorRun) and (known.nonce, known.url) == (run.nonce, run.url)):
-        return
-    await write_fact(gate, run)
+    before = known if isinstance(known, RlorRun) and known.nonce == job.nonce else None
+    run = RlorRun(account=job.account, job=job.id, nonce=job.nonce, url=url or (before.url if before else ""), fault=fault)
+    if (run.url, run.fault) != ((before.url, before.fault) if before else ("", None)):
+        await write_fact(gate, run)
+
+
+class _NotTrackedError(Exception):
+    """A job can't be tracked; says why."""
 
 
 class _Tracker:
@@ -80,8 +97,10 @@ class _Tracker:
         self._runs: dict[str, wandb.Run] = {}
         """Open ones, by the id of the model."""
         self._of: dict[str, RlorJob] = {}
-        self._opened: list[tuple[RlorJob, str]] = []
-        """Runs that were opened just now, by their addresses."""
+        self._news: list[tuple[RlorJob, str, str | None]] = []
+        """What is to be noted: the address of a run, or a fault."""
+        self._failed: dict[str, tuple[str, float]] = {}
+        """Jobs whose run failed (nonce), by the id of the model, and when it is tried again."""
 
     async def run(self) -> None:
         view = self._gate.view
@@ -106,9 +125,9 @@ class _Tracker:
                     if batches:
                         await view.fresh()
                         await asyncio.to_thread(self._write, [record for records in batches.values() for record in readable(records)])
-                        while self._opened:
-                            await note_run(self._gate, *self._opened[0])
-                            del self._opened[0]
+                        while self._news:
+                            await note_run(self._gate, *self._news[0])
+                            del self._news[0]
                         await consumer.commit()
                     if over := [key for key, job in self._of.items() if job_of(view.tables, job).stands.state in OVER]:
                         await asyncio.to_thread(self._close, over)
@@ -116,6 +135,9 @@ class _Tracker:
                 log_trouble(logger, logging.WARNING, error, "steps can't be tracked now: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
                 await kafka_back()
+            except Exception:  # the tracking of all jobs must not end with it
+                logger.exception("steps can't be tracked now")
+                await asyncio.sleep(_RETRY_SECONDS)
             finally:
                 with suppress(KafkaError):
                     await consumer.stop()
@@ -126,8 +148,12 @@ class _Tracker:
 
     def _close(self, models: Iterable[str]) -> None:
         for model_id in models:
-            self._of.pop(model_id, None)
-            self._runs.pop(model_id).finish()
+            job = self._of.pop(model_id, None)
+            if (run := self._runs.pop(model_id, None)) is not None:
+                try:
+                    run.finish()
+                except Exception as error:  # noqa: BLE001 - whatever it is, it is this run's
+                    logger.warning("the wandb run of job %s may lack its end: %s", job.id if job else model_id, _text_of(error))
 
     def _jobs(self) -> Iterable[RlorJob]:
         return [fact for fact in self._gate.view.tables.facts_under("rlor-job/") if isinstance(fact, RlorJob)]
@@ -141,18 +167,23 @@ class _Tracker:
                 self._log(job, step)
 
     def _log(self, job: RlorJob, step: StepRecord) -> None:
-        import wandb  # noqa: PLC0415 - heavy, and an extra
-
+        nonce, again = self._failed.get(job.model_id, ("", 0.0))
+        if nonce == job.nonce and time.monotonic() < again:
+            return
         try:
             if job.model_id in self._of and self._of[job.model_id].nonce != job.nonce:
                 self._close([job.model_id])
             if job.model_id not in self._runs:
                 run = self._runs[job.model_id] = self._open(job)
-                self._opened.append((job, "" if run.offline else run.url or ""))
+                self._news.append((job, "" if run.offline else run.url or "", None))
             self._of[job.model_id] = job
             self._runs[job.model_id].log({**step.metrics, "policy_version": step.policy_version_after}, step=step.step)
-        except (wandb.Error, SecretBoxError) as error:
-            logger.warning("step %d of job %s is not in its wandb run: %s", step.step, job.id, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's, and the others go on
+            fault = f"wandbConfig: metrics are not written: {_text_of(error)}"
+            logger.warning("step %d of job %s is not in its wandb run: %s", step.step, job.id, _text_of(error))
+            self._failed[job.model_id] = (job.nonce, time.monotonic() + _AGAIN_SECONDS)
+            self._news.append((job, "", fault))
+            self._close([job.model_id])
 
     def _open(self, job: RlorJob) -> "wandb.Run":
         import wandb  # noqa: PLC0415 - as above
@@ -161,18 +192,21 @@ class _Tracker:
         said = fields.wandb_config or WandbConfig()
         gateway = self._gate.settings.gateway
         sealed = job.secrets.get(_KEY)
+        if sealed is None and not is_offline():
+            raise _NotTrackedError(NO_KEY)
         gateway.wandb_dir.mkdir(parents=True, exist_ok=True)
         return wandb.init(
             entity=said.entity or None,
             project=said.project or "headrace",
             id=said.run_id or f"{job.id}-{job.nonce[:8]}",
-            name=fields.display_name or job.id,
+            name="".join(char if char.isprintable() else " " for char in fields.display_name) or job.id,
             config=job.request,
             dir=str(gateway.wandb_dir),
             resume="allow",
             reinit="create_new",
             settings=wandb.Settings(
                 api_key=None if sealed is None else SecretBox(gateway.secrets_key).open(_KEY, sealed),
+                init_timeout=_SERVICE_SECONDS,
                 silent=True,
                 console="off",
                 disable_git=True,
@@ -187,3 +221,8 @@ class _Tracker:
 def _asks(job: RlorJob) -> bool:
     config = job.request.get("wandbConfig")
     return isinstance(config, dict) and config.get("enabled") is True
+
+
+def _text_of(error: Exception) -> str:
+    said = " ".join(str(error).split())[:300] or type(error).__name__
+    return "".join(char if char.isprintable() else "?" for char in said)
