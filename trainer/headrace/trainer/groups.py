@@ -7,7 +7,7 @@ Gives up: immutability of the arrays' content, which nobody writes.
 Shapes: T tokens of one sequence.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import islice
@@ -17,6 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.schemas.reasons import RejectionReason
+
+
+REWARD_TOLERANCE = 1e-9
+"""Rewards that differ by less, relative to their size (at least 1), are equal."""
+
+
+def without_variance(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by rounding at most: max - min <= 1e-9 * max(1, the largest |r|). The one place that judges this.
+
+    Judged on the raw float64 values, never by a standard deviation: 0.1 + 0.2 + 0.3 is not 0.6 there, and three rewards of 0.1 have a
+    deviation of 1e-17. Fewer than two rewards have no variance.
+    """
+    if len(rewards) < 2:
+        return True
+    least, most = min(rewards), max(rewards)
+    return bool(most - least <= REWARD_TOLERANCE * max(1.0, abs(least), abs(most)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +183,8 @@ class TokenizedGroup:
 
     @property
     def zero_variance(self) -> bool:
-        """Whether all rewards are the same number: max == min on the raw float64 values.
-
-        Never decided by a standard deviation, which rounding makes unequal to 0 (three rewards of 0.1 have one of 1e-17).
-        """
-        rewards = [trajectory.reward for trajectory in self.trajectories]
-        return max(rewards) == min(rewards)
+        """Whether the rewards are equal but for rounding; see `without_variance`."""
+        return without_variance([trajectory.reward for trajectory in self.trajectories])
 
     @cached_property
     def nbytes(self) -> int:
