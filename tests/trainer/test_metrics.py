@@ -74,6 +74,11 @@ def test_every_metric_of_the_tokens_is_its_closed_form():
     assert token_metrics(stats()) == pytest.approx(expected, abs=1e-12)
 
 
+def test_a_token_without_a_finite_entropy_and_a_log_probability_above_zero_are_counted():
+    got = token_metrics(stats(entropy_N=[0.3, N, 0.9], behaviour_N=[-0.7, 1e-3, N]))
+    assert (got["entropy"], got["entropy_missing"], got["logprobs_positive"]) == (pytest.approx(0.6), 1, 1)
+
+
 def test_kl_to_the_reference_is_the_learners():
     got = token_metrics(stats(reference_N=[-0.4, -1.3, N]))
     assert got["kl_reference"] == pytest.approx(((math.exp(0.1) - 1 - 0.1) + (math.exp(-0.3) - 1 + 0.3)) / 2, abs=1e-12)

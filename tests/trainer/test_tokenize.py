@@ -149,6 +149,11 @@ def test_told_messages_are_context_unless_allowed(tokenizer: GroupTokenizer):
     assert sequence.trainable_tokens == 2
 
 
+def test_a_sentinel_of_an_engine_is_a_missing_log_probability(tokenizer: GroupTokenizer):
+    sequence = only(tokenize(tokenizer, [USER, choice("abc", token_logprobs=[-0.5, -9999.0, -9984.0, 0.05])]))
+    assert sequence.logprobs[sequence.trainable].tolist() == pytest.approx([-0.5, math.nan, math.nan, 0.05], nan_ok=True)
+
+
 @pytest.mark.parametrize(
     ("items", "reason", "part"),
     [
@@ -162,6 +167,8 @@ def test_told_messages_are_context_unless_allowed(tokenizer: GroupTokenizer):
             "no sampled token",
         ),
         ([USER, choice("a", token_logprobs=[None, None])], Reason.MISSING_LOGPROBS, "messages_and_choices[1]: all 2"),
+        ([USER, choice("a", token_logprobs=[-9999.0, -3.4e38])], Reason.MISSING_LOGPROBS, "messages_and_choices[1]: all 2"),
+        ([USER, choice("a", token_logprobs=[-0.5, 0.7])], Reason.INVALID_LOGPROBS, "messages_and_choices[1]: the log-probability of token 1"),
         ([USER, {"finish_reason": "stop", "message": {"content": "a"}}], Reason.MISSING_LOGPROBS, "without token ids"),
         (
             [USER, {"finish_reason": "stop", "message": {"content": "a"}, "logprobs": {"content": [{"token": "a:5", "logprob": -1}]}}],

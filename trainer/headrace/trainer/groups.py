@@ -35,6 +35,24 @@ def without_variance(rewards: Sequence[float]) -> bool:
     return bool(most - least <= REWARD_TOLERANCE * max(1.0, abs(least), abs(most)))
 
 
+NO_LOGPROB = -9984.0
+"""Engines write -9999 (which is -9984 in bfloat16), or the lowest float, for a log-probability that they do not know."""
+POSITIVE_TOLERANCE = 0.1
+"""A log-probability may be above 0 by the rounding of half-precision logits, and by no more."""
+
+
+def known_logprobs(values_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Log-probabilities as an engine sent them, with NaN for those that it did not know: a sentinel is not a number to compute with."""
+    sentinel_N = values_N <= NO_LOGPROB
+    return np.where(sentinel_N, np.float32(np.nan), values_N) if sentinel_N.any() else values_N
+
+
+def first_positive(values_N: npt.NDArray[np.float32]) -> int | None:
+    """Index of the first value that is no log-probability, since it is above 0 by more than rounding; None where all are fine."""
+    found = np.flatnonzero(values_N > POSITIVE_TOLERANCE)
+    return int(found[0]) if len(found) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
     """One stretch of tokens that a model reads from its start; several per trajectory where its context was rewritten.

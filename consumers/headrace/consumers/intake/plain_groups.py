@@ -22,7 +22,7 @@ from headrace.schemas.codec import SAFETENSORS_TYPE
 from headrace.schemas.envelope import type_of
 from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.trainer.group_policy import refusal_of
-from headrace.trainer.groups import TokenizedGroup, TokenizedTrajectory, TokenSequence
+from headrace.trainer.groups import NO_LOGPROB, TokenizedGroup, TokenizedTrajectory, TokenSequence, first_positive
 from headrace.trainer.lengths import BaseLimits
 from headrace.trainer.sequences import Turn, sequences_of
 
@@ -67,7 +67,8 @@ def _admit(request: AdmissionRequest, limits: BaseLimits) -> Admitted:
     raw, ids, logprobs, versions = plain.group, plain.ids, plain.logprobs, plain.versions
     judge = Judge()
     exceptions = judge.group(raw)
-    _need(bool(np.isfinite(logprobs).all()) and (versions is None or versions.min() >= 0))
+    _need(bool(np.isfinite(logprobs).all() and (logprobs > NO_LOGPROB).all()) and first_positive(logprobs) is None)
+    _need(versions is None or bool(versions.min() >= 0))
 
     reader = _Spans(judge, total=len(ids))
     members = [(trajectory, reader.histories(trajectory)) for trajectory in raw.trajectories]
