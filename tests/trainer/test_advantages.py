@@ -11,7 +11,6 @@ from headrace.trainer.advantages import Credit, balance, batch_credits, group_ad
 from headrace.trainer.groups import TokenizedGroup, TokenizedTrajectory, TokenSequence, without_variance
 from headrace.trainer.options import AdvantageOptions
 
-
 ROUNDED = [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6]
 """One reward, added up in two orders, and read: 0.6000000000000001, 0.6, 0.6."""
 

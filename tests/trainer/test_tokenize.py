@@ -168,7 +168,11 @@ def test_a_sentinel_of_an_engine_is_a_missing_log_probability(tokenizer: GroupTo
         ),
         ([USER, choice("a", token_logprobs=[None, None])], Reason.MISSING_LOGPROBS, "messages_and_choices[1]: all 2"),
         ([USER, choice("a", token_logprobs=[-9999.0, -3.4e38])], Reason.MISSING_LOGPROBS, "messages_and_choices[1]: all 2"),
-        ([USER, choice("a", token_logprobs=[-0.5, 0.7])], Reason.INVALID_LOGPROBS, "messages_and_choices[1]: the log-probability of token 1"),
+        (
+            [USER, choice("a", token_logprobs=[-0.5, 0.7])],
+            Reason.INVALID_LOGPROBS,
+            "messages_and_choices[1]: the log-probability of token 1",
+        ),
         ([USER, {"finish_reason": "stop", "message": {"content": "a"}}], Reason.MISSING_LOGPROBS, "without token ids"),
         (
             [USER, {"finish_reason": "stop", "message": {"content": "a"}, "logprobs": {"content": [{"token": "a:5", "logprob": -1}]}}],

@@ -13,7 +13,8 @@ trajectories and n_k tokens of a token's own trajectory (a sequence is a rollout
 Guarantees: a group whose rewards differ by rounding at most (`groups.without_variance`) gives neither gradient nor denominators (a peer
 tests the result of float arithmetic for 0 and trains on rounding errors); nor does a group of one. A trajectory at its group's mean, but
 for rounding, has advantage 0 and counts in the normalisers, so no rescaling lifts noise. Rewards of any finite size give finite advantages
-where they are scaled or rescaled. Gives up: advantages per turn. Shapes: n trajectories of a group, K trajectories of the batch that train. All float64.
+where they are scaled or rescaled. Limitations: no advantages per turn. Shapes: n trajectories of a group, K trajectories of the batch that
+train. All float64.
 """
 
 import math

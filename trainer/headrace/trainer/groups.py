@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from headrace.schemas.reasons import RejectionReason
 
-
 REWARD_TOLERANCE = 1e-9
 """Rewards that differ by less, relative to their size (at least 1), are equal."""
 
