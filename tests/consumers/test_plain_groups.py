@@ -95,7 +95,15 @@ def content(group: TokenizedGroup) -> list[object]:
             ]
             for s in trajectory.sequences
         ]
-        + [[trajectory.reward, trajectory.initial_policy_version, trajectory.final_policy_version, trajectory.truncated]]
+        + [
+            [
+                trajectory.reward,
+                trajectory.initial_policy_version,
+                trajectory.final_policy_version,
+                trajectory.truncated,
+                trajectory.metrics,
+            ]
+        ]
         for trajectory in group.trajectories
     ]
     return [group.group_id, group.rejected, group.exceptions, group.sft, members]

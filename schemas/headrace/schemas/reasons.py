@@ -38,6 +38,8 @@ class RejectionReason(StrEnum):
 
     NO_TRAJECTORIES = "no_trajectories"
     NO_TRAINABLE_TOKENS = "no_trainable_tokens"
+    MISSING_REWARD = "missing_reward"
+    """A trajectory to train on by reinforcement came without a reward, which is not a reward of 0."""
     MISSING_LOGPROBS = "missing_logprobs"
     INVALID_LOGPROBS = "invalid_logprobs"
     """A log-probability is above 0 by more than rounding."""

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.schemas.reasons import RejectionReason
+from headrace.trainer.user_metrics import NO_METRICS, UserMetrics
 
 REWARD_TOLERANCE = 1e-9
 """Rewards that differ by less, relative to their size (at least 1), are equal."""
@@ -119,10 +120,22 @@ class TokenizedTrajectory:
     final_policy_version: int | None = None
     truncated: int = 0
     """How many of its sequences were cut to the longest that is trained on."""
+    metrics: UserMetrics = NO_METRICS
+    """What the rollout measured itself."""
     turns_without_end: int = 0
     """Turns of text that the model ended, and whose end the chat template does not tell."""
     turns_as_context: int = 0
     """Choices without log-probabilities, and assistant messages, that are context although the model may have sampled them."""
+
+    @property
+    def policy_versions(self) -> tuple[int, int] | None:
+        """The oldest and the newest version that took part, of the rollout and of its sampled tokens; None where none is known."""
+        said = [version for version in (self.initial_policy_version, self.final_policy_version) if version is not None]
+        for sequence in self.sequences:
+            if sequence.policy_versions is not None:
+                known = sequence.policy_versions[sequence.trainable & (sequence.policy_versions >= 0)]
+                said += [int(known.min()), int(known.max())] if len(known) else []
+        return (min(said), max(said)) if said else None
 
     @property
     def tokens(self) -> int:

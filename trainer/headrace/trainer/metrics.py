@@ -1,9 +1,9 @@
 """What is reported of a step, by name. Finite numbers only; what can't be computed is left out.
 
 Of the batch (`batch_metrics`): `groups`, `trajectories`, `groups_zero_variance`, `exceptions`, `trajectories_rejected` (members that
-their groups train without), `trajectories_truncated`, `turns_without_end` and `turns_as_context` (see `TokenizedTrajectory`); `reward_mean/std/min/max` (population, over
-all trajectories, also of groups without variance), `reward_deviation` (mean over groups of the deviation inside); `updates`, `micro_steps`,
-`rows`, `dummy_passes` (passes of weight zero, made where a rank had no row left); `sequences`, `trainable_tokens`, `tokens` (computed:
+their groups train without), `trajectories_truncated`, `turns_without_end` and `turns_as_context` (see `TokenizedTrajectory`);
+`reward_mean/std/min/max` (population, over all trajectories, also of groups without variance), `reward_deviation` (mean over groups of the
+deviation inside); `user/NAME` (what rollouts measured, `user_metrics.py`); `updates`, `micro_steps`, `rows`, `dummy_passes` (passes of weight zero, made where a rank had no row left); `sequences`, `trainable_tokens`, `tokens` (computed:
 a shared prefix counts once), `sequence_tokens` (without sharing), `sharing` (their ratio), `fill` (tokens over what the rows could
 hold), `rank_balance` (tokens over ranks * the longest row, summed over micro steps: 1 where no rank waits), `padding_tokens` (0: rows have
 none).
@@ -42,6 +42,7 @@ from headrace.trainer.groups import TokenizedGroup
 from headrace.trainer.loss import LOG_RATIO_BOUND
 from headrace.trainer.reward_trend import reward_deviation
 from headrace.trainer.rows import PackedUpdate
+from headrace.trainer.user_metrics import averaged
 
 Floats = npt.NDArray[np.float64]
 LAG_BUCKETS = 16
@@ -144,7 +145,8 @@ def batch_metrics(groups: Sequence[TokenizedGroup], updates: Sequence[PackedUpda
             "reward_max": float(rewards.max()),
             "reward_deviation": math.nan if deviation is None else deviation,
         }
-    return _finite(values)
+    members = (member.metrics for group in groups for member in group.trajectories)
+    return _finite(values | averaged(members))
 
 
 def peak_memory() -> float:

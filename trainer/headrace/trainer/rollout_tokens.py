@@ -157,7 +157,7 @@ class RolloutTokenizer:
             prompt=self._checked(prompt, f"{where}.prompt_token_ids"),
             token_ids=token_ids,
             logprobs=self._logprobs(np.asarray(drawn.logprobs, np.float32), where),
-            policy_versions=None if drawn.policy_versions is None else np.asarray(drawn.policy_versions, np.int32),
+            policy_versions=None if self.sft or drawn.policy_versions is None else np.asarray(drawn.policy_versions, np.int32),
         )
 
     def _text_turn(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None, counts: _Counts) -> Turn:
