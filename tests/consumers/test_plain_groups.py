@@ -95,7 +95,15 @@ def content(group: TokenizedGroup) -> list[object]:
             ]
             for s in trajectory.sequences
         ]
-        + [[trajectory.reward, trajectory.initial_policy_version, trajectory.final_policy_version, trajectory.truncated]]
+        + [
+            [
+                trajectory.reward,
+                trajectory.initial_policy_version,
+                trajectory.final_policy_version,
+                trajectory.truncated,
+                trajectory.metrics,
+            ]
+        ]
         for trajectory in group.trajectories
     ]
     return [group.group_id, group.rejected, group.exceptions, group.sft, members]
@@ -188,7 +196,7 @@ def test_what_the_short_way_admits_the_long_way_admits_alike(tiny_model: Path, d
             where[data.draw(st.sampled_from(NAMES))] = copy.deepcopy(data.draw(st.sampled_from([*ODD, "sft", "rl"])))
         else:
             where[key] = copy.deepcopy(data.draw(st.sampled_from(ODD)))  # the next change may be inside it
-    logprobs = data.draw(st.sampled_from([None, [float("nan"), *[-1.0] * 14], [float("inf"), *[-1.0] * 14]]))
+    logprobs = data.draw(st.sampled_from([None, *([first, *[-1.0] * 14] for first in (float("nan"), float("inf"), -9999.0, 0.7))]))
     ids = data.draw(st.sampled_from([None, [31] * 15, [32] * 15, [-1] * 15, list(range(14))]))
     versions = data.draw(st.sampled_from([None, [3] * 15, [-1] * 15, [-1, *[3] * 14]]))
     train = data.draw(st.sampled_from([{}, {"allow_training_without_logprobs": True}, {"packed_sequence_length": 9}]))

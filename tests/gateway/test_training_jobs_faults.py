@@ -59,6 +59,24 @@ async def test_all_faults_of_all_groups_are_told_at_once(shared_gateway: httpx.A
     }
 
 
+async def test_a_missing_reward_and_a_tokens_version_that_was_never_published_are_told_with_their_places(
+    shared_gateway: httpx.AsyncClient,
+) -> None:
+    model = await make_model(shared_gateway)
+    bad = group()
+    del bad["trajectories"][0]["reward"]
+    bad["trajectories"][1]["messages_and_choices"] = [
+        {"role": "user", "content": "q"},
+        choice([1, 2, 3], token_ids=[1, 2, 3], policy_versions=[0, None, 7]),
+    ]
+    found = faults(await shared_gateway.post(JOBS, json=job(model, group(), bad)))
+    assert set(found) == {
+        f"{GROUPS}.1.trajectories.0.reward",
+        f"{GROUPS}.1.trajectories.1.messages_and_choices.1.policy_versions.2",
+    }
+    assert found[f"{GROUPS}.1.trajectories.0.reward"].startswith("reward is missing")
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 async def test_what_is_no_number_is_refused_with_its_place(shared_gateway: httpx.AsyncClient, number: str) -> None:
     model = await make_model(shared_gateway)

@@ -40,7 +40,7 @@ def turns(draw: st.DrawFn) -> SampledTokens | None:
         return None
     n = draw(st.integers(0, 6))
     logprobs = [None if p is None or math.isnan(p) else p for p in draw(st.lists(st.none() | float32, min_size=n, max_size=n))]
-    versions = draw(st.none() | st.lists(int32, min_size=n, max_size=n))
+    versions = draw(st.none() | st.lists(st.none() | int32, min_size=n, max_size=n))
     return SampledTokens.of(draw(st.lists(int32, min_size=n, max_size=n)), logprobs, versions)
 
 

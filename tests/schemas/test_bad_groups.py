@@ -200,7 +200,7 @@ def test_the_handmade_message_is_right_before_it_is_broken():
         (safetensors(ids=(1, -2)), Reason.INVALID_SCHEMA, "token_ids[1]"),
         (safetensors(logprobs=(-1.0, -math.inf)), Reason.NOT_FINITE, "logprobs[1]"),
         (safetensors(logprobs=(math.inf, -1.0)), Reason.NOT_FINITE, "logprobs[0]"),
-        (safetensors(versions=(1, -1)), Reason.INVALID_SCHEMA, "policy_versions[1]"),
+        (safetensors(versions=(-1, -2)), Reason.INVALID_SCHEMA, "policy_versions[1]"),
         (safetensors(versions=(-2, -2)), Reason.INVALID_SCHEMA, "policy_versions[0]"),
         (safetensors(group_of(token_span=[1, 2])), Reason.SPAN_MISMATCH, f"{CHOICE}.token_span"),
         (safetensors(group_of(token_span=[0, 3])), Reason.SPAN_MISMATCH, f"{CHOICE}.token_span"),

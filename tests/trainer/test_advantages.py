@@ -8,8 +8,11 @@ from tests.trainer.tiny import group, sequence
 
 from headrace.schemas.training import LossAggregation
 from headrace.trainer.advantages import Credit, balance, batch_credits, group_advantages, population_deviation, sft_credits
-from headrace.trainer.groups import TokenizedGroup, TokenizedTrajectory, TokenSequence
+from headrace.trainer.groups import TokenizedGroup, TokenizedTrajectory, TokenSequence, without_variance
 from headrace.trainer.options import AdvantageOptions
+
+ROUNDED = [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6]
+"""One reward, added up in two orders, and read: 0.6000000000000001, 0.6, 0.6."""
 
 
 def of(rewards: list[float], *, scale: bool = True) -> list[float]:
@@ -29,7 +32,7 @@ def test_published_advantages(rewards: list[float], expected: list[float]):
     assert of(rewards) == pytest.approx(expected, rel=2e-6)
 
 
-@pytest.mark.parametrize("rewards", [[0.1] * 3, [0.97] * 16, [1e300] * 2, [5.0], []])
+@pytest.mark.parametrize("rewards", [[0.1] * 3, [0.97] * 16, [1e300] * 2, [5.0], [], ROUNDED, [1e6 * r for r in ROUNDED]])
 @pytest.mark.parametrize("scale", [True, False])
 def test_equal_rewards_give_exact_zeros(rewards: list[float], *, scale: bool):
     assert of(rewards, scale=scale) == [0.0] * len(rewards)
@@ -44,7 +47,7 @@ def credited(
     return [c.advantage for c in found], [c.weight for c in found]
 
 
-def default(groups: list[TokenizedGroup], **options: bool) -> list[Credit]:
+def default(groups: list[TokenizedGroup], **options: float) -> list[Credit]:
     return batch_credits(groups, AdvantageOptions(**options), "sequence_mean_token_mean", None)  # type: ignore[arg-type]
 
 
@@ -144,7 +147,7 @@ def test_groups_without_variance_are_left_out():
     assert [(c.group, c.trajectory) for c in found] == [(1, 0), (1, 1)]
 
 
-@pytest.mark.parametrize("rewards", [[3, 3], [7], []])
+@pytest.mark.parametrize("rewards", [[3, 3], [7], [], ROUNDED, [0.0, 1e-9], [1e12, 1e12 + 999]])
 def test_nothing_trains_where_everything_is_without_variance(rewards: list[float]):
     assert default([group(rewards, [sequence([1], [2])] * len(rewards))]) == []
 
@@ -160,7 +163,7 @@ def test_the_weighted_mean_size_is_one_by_the_aggregations_own_weights(
 ):
     counts = [1 + (tokens * (i + 1)) % 7 for i in range(len(rewards))]
     advantages, weights = credited(rewards, counts, aggregation, balance=b)
-    if max(rewards) == min(rewards):
+    if without_variance(rewards):
         assert advantages == []
     if not advantages:  # rewards that differ by less than their mean can tell
         return
@@ -168,13 +171,26 @@ def test_the_weighted_mean_size_is_one_by_the_aggregations_own_weights(
     assert (np.abs(advantages) * shares).sum() / shares.sum() == pytest.approx(1, abs=1e-12)
 
 
-@pytest.mark.parametrize("rewards", [[-1.7e308, 1.7e308], [1.7e308, *[-1.7e308] * 99], [0.0, 1e200], [0.0, 5e-324, 1e-323]])
+@pytest.mark.parametrize("rewards", [[-1.7e308, 1.7e308], [1.7e308, *[-1.7e308] * 99], [0.0, 1e200], [0.0, 1e-8, 2e-8]])
 @pytest.mark.parametrize("scale", [True, False])
 def test_rewards_of_any_size_give_finite_advantages(rewards: list[float], *, scale: bool):
     with np.errstate(over="raise", invalid="raise"):
         advantages, _ = credited(rewards, [2] * len(rewards), scale_rewards=scale)
     assert np.abs(advantages).mean() == pytest.approx(1)
     assert np.all(np.isfinite(of(rewards, scale=scale)))
+
+
+@pytest.mark.parametrize("balance", [0.0, 1.0, -1.0])
+@pytest.mark.parametrize("scale", [True, False])
+def test_rescaling_lifts_no_rounding(balance: float, *, scale: bool):
+    """Rewards that differ by rounding, alone in a step or beside a group that has something to say, and a member at its group's mean."""
+    apart = group([0, 1], [sequence([1], [2])] * 2)
+    at_mean = group([0, 1, 0.1 + 0.2 + 0.3 - 0.1], [sequence([1], [2])] * 3)
+    assert default([group(ROUNDED, [sequence([1], [2])] * 3)], scale_rewards=scale, balance=balance) == []
+    assert default([apart, group(ROUNDED, [sequence([1], [2])] * 3)], scale_rewards=scale, balance=balance) == default(
+        [apart], scale_rewards=scale, balance=balance
+    )
+    assert default([at_mean], scale_rewards=scale, balance=balance)[2].advantage == 0
 
 
 def test_constant_norm_needs_its_constant():

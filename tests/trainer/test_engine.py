@@ -228,6 +228,33 @@ def test_a_gradient_that_is_not_finite_fails_the_step(make_plan: Plans, make_bas
         engine.run(make_plan(base=base))
 
 
+@pytest.mark.parametrize("adaptation", ["full", "lora"])
+def test_an_update_that_makes_the_weights_many_times_larger_is_not_taken(make_plan: Plans, adaptation: str):
+    """Finite and huge: said with the numbers. The state before it is loaded again, and a healthy rate trains on from it."""
+    engine = TrainingEngine(ONE_THREAD)
+    first = make_plan(adaptation=adaptation, config=TrainConfig(learning_rate=1e-2), attempt="healthy")
+    healthy = engine.run(first)
+    snapshot = Path(first.out_dir, "snapshot")
+    wild = make_plan(healthy.key, adaptation=adaptation, config=TrainConfig(learning_rate=10), attempt="wild")
+    with pytest.raises(
+        DivergedError, match=r"update 1 of 1, at rate 10, takes the weights' norm from [\d.]+ to [\d.e+]+, above [\d.]+ \(opt"
+    ):
+        engine.run(wild)
+    assert not Path(wild.out_dir).exists()
+    again = make_plan(healthy.key, adaptation=adaptation, attempt="again", load_from=snapshot)
+    assert engine.run(again).updates == 1
+
+
+@pytest.mark.parametrize("adaptation", ["full", "lora"])
+def test_a_rate_of_0_leaves_every_weight_as_it_was(engine: TrainingEngine, make_plan: Plans, adaptation: str):
+    first = make_plan(adaptation=adaptation, attempt="first")
+    result = engine.run(first)
+    still = make_plan(result.key, adaptation=adaptation, config=TrainConfig(learning_rate=0), attempt="still")
+    stood = engine.run(still)
+    assert (stood.updates, stood.metrics["learning_rate"], stood.key.step) == (1, 0, 2)
+    assert weights_of(still) == weights_of(first)
+
+
 def test_metrics_are_finite_and_named(engine: TrainingEngine, make_plan: Plans):
     metrics = engine.run(make_plan()).metrics
     assert all(math.isfinite(value) for value in metrics.values())

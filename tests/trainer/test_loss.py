@@ -101,7 +101,9 @@ def closed_form(case: Case, o: LossOptions) -> Result:
     for i in range(n):
         d, own = case.new[i] - old[i], members[case.branches[i]]
         token = math.exp(d)
-        whole = math.exp(sum(case.new[j] - old[j] for j in own) / len(own))
+        # Over the tokens whose old log-probability is known; the others take this mean, so each token's share of the gradient is 1 / n.
+        known = [case.new[j] - case.old[j] for j in own if not math.isnan(case.old[j])]
+        whole = math.exp(sum(known) / max(1, len(known)))
         # The ratio, and its derivatives: by the token itself, and by each token of its branch (to be divided by their number).
         r, by_token, by_branch = {
             "token": (token, token, 0.0),
@@ -288,6 +290,22 @@ def test_loss_and_gradient_are_finite_for_any_stored_log_probability(
         loss, gradient = Case(old=odd, behaviour=[-1.0, stored, N, -stored], reference=odd, advantages=[sign] * 4).run(options, dtype)
         assert math.isfinite(loss)
         assert all(math.isfinite(g) for g in gradient)
+
+
+@pytest.mark.parametrize("missing", [N, -9999.0, -9984.0, -3.4e38, -math.inf])
+@pytest.mark.parametrize("level", LEVELS[1:])
+@pytest.mark.parametrize("kind", ["cispo", "ppo"])
+def test_a_missing_log_probability_is_no_number_in_the_mean_of_its_branch(kind: str, level: str, missing: float):
+    """600 tokens of negative advantage, one of them unknown: the ratio is that of the others, and the gradient stays of its size."""
+    n = 600
+    case = Case(new=[-1.1] * n, old=[-1.0] * n, reference=None, advantages=[-1.0] * n, weights=[1 / n] * n, branches=[7] * n)
+    options = LossOptions(kind=kind, level=level, epsilon=0.2, epsilon_high=0.2)  # type: ignore[arg-type]
+    _, whole = case.run(options)
+    output, _ = replace(case, old=[missing, *case.old[1:]]).output(options)
+    _, gradient = replace(case, old=[missing, *case.old[1:]]).run(options)
+    assert output.ratio_N[1:].tolist() == pytest.approx([math.exp(-0.1)] * (n - 1), abs=1e-12)
+    assert gradient[1:] == pytest.approx(whole[1:], rel=0.01)
+    assert gradient[0] == pytest.approx(whole[0], rel=0.2)
 
 
 def test_a_log_ratio_counts_as_twenty_at_most_and_kimi_tau_sees_it_so():

@@ -16,6 +16,7 @@ from headrace.trainer.loss import LossTokens, policy_loss
 from headrace.trainer.metrics import TokenStats, batch_metrics, peak_memory, token_metrics
 from headrace.trainer.options import LossOptions
 from headrace.trainer.rows import PackedUpdate
+from headrace.trainer.user_metrics import UserMetrics, averaged
 
 N = math.nan
 
@@ -72,6 +73,11 @@ def test_every_metric_of_the_tokens_is_its_closed_form():
         "lag_max": 1.0,
     }
     assert token_metrics(stats()) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_token_without_a_finite_entropy_and_a_log_probability_above_zero_are_counted():
+    got = token_metrics(stats(entropy_N=[0.3, N, 0.9], behaviour_N=[-0.7, 1e-3, N]))
+    assert (got["entropy"], got["entropy_missing"], got["logprobs_positive"]) == (pytest.approx(0.6), 1, 1)
 
 
 def test_kl_to_the_reference_is_the_learners():
@@ -139,6 +145,24 @@ def test_every_metric_is_a_finite_number(odd: float):
     assert all(isinstance(value, float) and math.isfinite(value) for value in got.values())
     assert "ess" not in got  # nothing weighs anything
     assert got["logprobs_missing"] == (3 if math.isnan(odd) else 0)
+
+
+def test_what_rollouts_measured_is_averaged_over_those_that_have_it_within_bounds():
+    one = sequence([1], [2])
+    said: list[dict[str, float]] = [
+        {"won": True, "turns": 3, "cost": 1.7e308},
+        {"won": False, "cost": 1.7e308, "x" * 65: 1, "huge": 10**400},
+        {},
+    ]
+    whole = group([0, 0, 0], [one] * 3)
+    members = tuple(replace(member, metrics=UserMetrics.of(each)) for member, each in zip(whole.trajectories, said, strict=True))
+    got = batch_metrics([replace(whole, trajectories=members)], [])
+    found = {name: value for name, value in got.items() if name.startswith("user")}
+    assert found == {"user/won": 0.5, "user/turns": 3.0, "user/cost": 1.7e308, "user_metrics_dropped": 2.0}
+    many = [UserMetrics.of({f"{i}{j:03}": 1.0 for j in range(100)}) for i in "ba"]
+    assert [len(each.values) for each in many] == [64, 64]
+    assert list(averaged(many)) == [*(f"user/a{j:03}" for j in range(64)), "user_metrics_dropped"]
+    assert averaged(many)["user_metrics_dropped"] == 2 * 36 + 64
 
 
 def test_every_metric_of_the_batch_is_counted():

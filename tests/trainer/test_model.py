@@ -13,9 +13,11 @@ from tests.trainer.tiny import ONE_THREAD, families, group, save_gguf, sequence
 from headrace.schemas.training import LoraSettings, ModelSettings
 from headrace.trainer.engine import TrainingEngine
 from headrace.trainer.forward import RowTensors, logits_at
+from headrace.trainer.groups import TokenSequence
 from headrace.trainer.model import BaseModelError, adapt, load_base, self_test
 from headrace.trainer.packing import pack
 from headrace.trainer.plan import BaseSource, StepPlan
+from headrace.trainer.rows import CreditedSequence
 
 Bases = Callable[..., BaseSource]
 
@@ -109,6 +111,60 @@ def test_a_model_that_lets_packed_sequences_see_each_other_gets_one_sequence_a_r
 
     model.model.forward = carrying
     assert self_test(model).width is None
+
+
+LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "original_max_position_embeddings": 16}
+PHI3 = {"pad_token_id": 0, "max_position_embeddings": 64, "rope_scaling": LONG, "original_max_position_embeddings": 16}
+PHIMOE = {
+    "max_position_embeddings": 64,
+    "rope_scaling": LONG | {"short_mscale": 1.1, "long_mscale": 1.7},
+    "original_max_position_embeddings": 16,
+}
+QWEN_MOE = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "tree"),
+    [
+        ("phi3", PHI3, False),
+        ("phimoe", PHIMOE, False),
+        ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 16}, False),
+        ("phimoe", {"sliding_window": 30}, False),
+        ("qwen2_moe", QWEN_MOE | {"use_sliding_window": True, "sliding_window": 30}, False),
+        ("qwen2_moe", QWEN_MOE, True),
+        ("mistral", {"sliding_window": 30}, True),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1}, True),
+        ("gemma3_text", {"sliding_window": 30, "query_pre_attn_scalar": 8, "head_dim": 8}, True),
+        ("starcoder2", {"sliding_window": 30}, True),
+    ],
+)
+def test_neighbours_do_not_see_each_other_where_sequences_outgrow_the_window_and_the_original_positions(
+    make_base: Bases, architecture: str, changes: dict[str, object], *, tree: bool
+):
+    """A sequence of 60 tokens beside short ones that share its beginning, and after it: as each in a model that has seen nothing else."""
+    base = make_base(architecture, **changes)
+    model = load_base(base).eval()
+    scorer = self_test(model)
+    assert (scorer.width is not None) == tree
+    rng = np.random.default_rng(1)
+    stem = rng.integers(0, 264, 12).astype(np.int32)
+    sequences = [np.concatenate([stem, rng.integers(0, 264, n).astype(np.int32)]) for n in (48, 3, 20)]
+    update = pack([whole(ids, i) for i, ids in enumerate(sequences)], capacity=200, alone=not tree, min_shared=1)
+    with torch.no_grad():
+        for row in update.rows:
+            new_N, _ = scorer.score(model, RowTensors.of(row, torch.device("cpu"), scorer.width), chunk=64)
+            for branch in np.unique(row.branches_N):
+                ids = torch.from_numpy(sequences[branch]).long()
+                logits = load_base(base).eval()(ids[None], use_cache=False).logits[0].float()
+                alone_N = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+                torch.testing.assert_close(new_N[row.branches_N == branch], alone_N, atol=2e-6, rtol=1e-5)
+
+
+def whole(ids: np.ndarray, branch: int) -> CreditedSequence:
+    """A sequence of which every token but the first is a target."""
+    made = TokenSequence(token_ids=ids, trainable=np.arange(len(ids)) > 0, logprobs=np.full(len(ids), np.nan, np.float32))
+    return CreditedSequence(sequence=made, tree=0, branch=branch, advantage=1.0, weight=1.0)
 
 
 def test_attention_in_chunks_gets_one_sequence_a_row(make_base: Bases):

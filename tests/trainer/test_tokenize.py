@@ -4,13 +4,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import orjson
 import pytest
 from tests.trainer.conversations import ALLOW, USER, choice, only, refusal, runs, text_of, tokenize
 from tests.trainer.tiny import END, START, TEMPLATE, VOCABULARY
 
 from headrace.schemas.chat import Tool
+from headrace.schemas.codec import decode_group
 from headrace.schemas.reasons import RejectionReason as Reason
-from headrace.schemas.training import TrainConfig
+from headrace.schemas.training import ModelSettings, TrainConfig
 from headrace.trainer.chat_text import ChatText, canonical_tool
 from headrace.trainer.plan import BaseSource
 from headrace.trainer.tokenize import BaseUnreadableError, GroupTokenizer
@@ -149,6 +151,21 @@ def test_told_messages_are_context_unless_allowed(tokenizer: GroupTokenizer):
     assert sequence.trainable_tokens == 2
 
 
+def test_a_reward_that_was_left_out_is_no_reward_of_0(tokenizer: GroupTokenizer):
+    raw = {"trajectories": [{"messages_and_choices": [USER, choice("a")], "reward": 1.0}, {"messages_and_choices": [USER, choice("b")]}]}
+    settings = ModelSettings(base_model="tiny")
+    group = tokenizer.tokenize(decode_group(orjson.dumps(raw)), "g", settings)
+    (rejected,) = group.rejected
+    assert (rejected.index, rejected.reason) == (1, Reason.MISSING_REWARD)
+    assert rejected.detail.startswith("trajectories[1]: reward is missing")
+    assert len(tokenizer.tokenize(decode_group(orjson.dumps(raw | {"purpose": "sft"})), "g", settings).trajectories) == 2
+
+
+def test_a_sentinel_of_an_engine_is_a_missing_log_probability(tokenizer: GroupTokenizer):
+    sequence = only(tokenize(tokenizer, [USER, choice("abc", token_logprobs=[-0.5, -9999.0, -9984.0, 0.05])]))
+    assert sequence.logprobs[sequence.trainable].tolist() == pytest.approx([-0.5, math.nan, math.nan, 0.05], nan_ok=True)
+
+
 @pytest.mark.parametrize(
     ("items", "reason", "part"),
     [
@@ -162,6 +179,12 @@ def test_told_messages_are_context_unless_allowed(tokenizer: GroupTokenizer):
             "no sampled token",
         ),
         ([USER, choice("a", token_logprobs=[None, None])], Reason.MISSING_LOGPROBS, "messages_and_choices[1]: all 2"),
+        ([USER, choice("a", token_logprobs=[-9999.0, -3.4e38])], Reason.MISSING_LOGPROBS, "messages_and_choices[1]: all 2"),
+        (
+            [USER, choice("a", token_logprobs=[-0.5, 0.7])],
+            Reason.INVALID_LOGPROBS,
+            "messages_and_choices[1]: the log-probability of token 1",
+        ),
         ([USER, {"finish_reason": "stop", "message": {"content": "a"}}], Reason.MISSING_LOGPROBS, "without token ids"),
         (
             [USER, {"finish_reason": "stop", "message": {"content": "a"}, "logprobs": {"content": [{"token": "a:5", "logprob": -1}]}}],

@@ -41,6 +41,11 @@ def test_entropy_is_that_of_the_distribution():
     torch.testing.assert_close(scores[:, 0], torch.tensor([0.25, 1.0]).log(), rtol=0, atol=1e-6)
 
 
+def test_a_logit_of_minus_infinity_adds_nothing_to_the_entropy():
+    scores = score_logits(torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]), torch.tensor([1]))
+    torch.testing.assert_close(scores[0], torch.tensor([0.5, 2.0]).log(), rtol=0, atol=1e-6)
+
+
 def test_no_more_than_a_chunk_of_logits_is_alive_at_once(head: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch):
     sizes = []
     plain = torch.nn.Linear.forward

@@ -166,6 +166,27 @@ def test_a_version_that_was_never_published_is_refused(initial: int | None, fina
     assert (None if refusal is None else refusal.reason) == reason
 
 
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        ([-1, 3, 3, 5], None),
+        ([-1, 4, 2, 5], RejectionReason.STALE),
+        ([-1, 5, -1, 6], RejectionReason.UNKNOWN_POLICY_VERSION),
+        ([9, -1, -1, -1], None),  # of a token that was not sampled
+    ],
+)
+@pytest.mark.parametrize("initial", [5, None])
+def test_the_versions_of_tokens_are_judged_like_that_of_the_rollout(
+    initial: int | None, tokens: list[int], reason: RejectionReason | None
+) -> None:
+    """By the oldest for `max_policy_lag`, by the newest for what was never published; -1 is unknown."""
+    made = replace(sequence(), policy_versions=np.array(tokens, np.int32))
+    member = TokenizedTrajectory(reward=1.0, sequences=(sequence(), made), initial_policy_version=initial, final_policy_version=initial)
+    one = TokenizedGroup(group_id="g", trajectories=(member,))
+    refusal = judge(run_of(version=5, max_policy_lag=2).state.settings, 5, one).refusal
+    assert (None if refusal is None else refusal.reason) == reason
+
+
 def test_nothing_is_cut_while_pending_groups_of_the_committed_state_are_read_again() -> None:
     run = run_of()
     run.recovering = frozenset({1})

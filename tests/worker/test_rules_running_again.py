@@ -15,6 +15,7 @@ from headrace.core.models import ModelView, resume_model, wait_for_model
 from headrace.core.store import ObjectExistsError, ObjectStore, read_manifest, store_folder
 from headrace.producers import TrajectoryProducer
 from headrace.schemas.events import GroupRejected
+from headrace.schemas.jobs import JobDocument, JobState
 from headrace.schemas.state import ModelState, StepRecord
 from headrace.schemas.weights import WeightsPublished, WeightsRef
 
@@ -80,6 +81,28 @@ async def test_rule_13_a_step_that_does_not_come_out_as_before_stops_its_model_a
     assert rebased.found_digest == steps[2].weights.digest != OTHER
     assert said in rebased.reason
     assert (offsets_of(steps[3]), steps[3].policy_version_before) == (waiting, 3)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_step_that_makes_the_weights_huge_stops_its_model_which_goes_on_from_the_state_before(stage: Stage) -> None:
+    lane = stage.free_lane()
+    model = await stage.model(lane)
+    async with stage.seen(model) as seen, stage.owner(lane):
+        await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(2)))
+        await seen.until(StepRecord, 1)
+        await stage.send(model, *(group(f"w{i}", seed=i, version=None, job_id="wild") for i in range(2)))
+        await stage.send_job(model, "wild", "w0", "w1", config={"learning_rate": 10})
+        diverged = await seen.until_state(lambda state: state.status == "diverged")
+        detail = diverged.status_detail or ""
+        assert detail.startswith("step 2: update 1 of 1, at rate 10, takes the weights' norm from ")
+        assert (diverged.policy_version, len(seen.of(StepRecord)), len(seen.of(WeightsPublished))) == (1, 1, 1)
+        failed = [job for job in seen.of(JobDocument) if job.state is JobState.FAILED]
+        assert [job.error_message for job in failed] == [f"the model has diverged: {detail}"]
+        await wait_for_model(stage.settings, await resume_model(stage.settings, model.model_id), 60)
+        await stage.send(model, *(group(f"h{i}", seed=i, version=None) for i in range(2)))
+        steps = await seen.until(StepRecord, 3)
+    assert steps[1].weights.digest == steps[0].weights.digest, "resumed from the state before the update"
+    assert steps[2].updates == 1
 
 
 async def trained_on_claims(stage: Stage, model: ModelView, lane: int) -> list[Path]:

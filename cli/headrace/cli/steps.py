@@ -1,6 +1,7 @@
 """`headrace steps MODEL`: the ledger of a model as a table."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,6 +28,7 @@ def steps(  # noqa: PLR0917 - typer passes them by name
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
+    from headrace.cli.figures import number  # noqa: PLC0415
     from headrace.cli.histories import read_history  # noqa: PLC0415
     from headrace.core.settings import Settings  # noqa: PLC0415
     from headrace.core.step_range import StepRange  # noqa: PLC0415
@@ -41,8 +43,11 @@ def steps(  # noqa: PLR0917 - typer passes them by name
         table = Table(box=None, header_style="bold")
         for heading, justify in _COLUMNS:
             table.add_column(heading, justify="right" if justify == "right" else "left")
+        measured = _measured(history.records)
+        for name in measured:
+            table.add_column(name, justify="right")
         for record in history.records:
-            table.add_row(*_row(record))
+            table.add_row(*_row(record), *(number(record.metrics.get(name)) for name in measured))
         Console(soft_wrap=True, markup=False).print(table)
     else:
         typer.echo(f"{history.view.name} has committed no step{'' if chosen is None else f' in {chosen}'}", err=True)
@@ -50,6 +55,8 @@ def steps(  # noqa: PLR0917 - typer passes them by name
         there = ", ".join(f"{each} ({count} steps)" for each, count in history.others.items())
         typer.echo(f"Other incarnations (--incarnation ID): {there}", err=True)
 
+
+_MEASURED = 4
 
 _COLUMNS = (
     ("step", "right"),
@@ -92,6 +99,11 @@ def _row(record: "StepRecord") -> list[str]:
         moment(record.committed_at),
         "yes" if record.snapshot is not None else "no",
     ]
+
+
+def _measured(records: "Sequence[StepRecord]") -> list[str]:
+    """The first of the rollouts' own metrics: `headrace inspect` and `--json` have all."""
+    return sorted({name for record in records for name in record.metrics if name.startswith("user/")})[:_MEASURED]
 
 
 def seconds_of(record: "StepRecord") -> float | None:

@@ -18,7 +18,8 @@ from headrace.core.store.interface import ObjectStore
 from headrace.schemas.codec import SampledGroup, decode_group, encode_json, sampled
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import GroupSet
-from headrace.schemas.trajectory import TrajectoryGroup
+from headrace.schemas.reasons import DeadLetterReason
+from headrace.schemas.trajectory import NO_REWARD, TrajectoryGroup
 
 
 def store_groups(store: ObjectStore, groups: Iterable[TrajectoryGroup | SampledGroup]) -> GroupSet:
@@ -45,6 +46,8 @@ def store_groups(store: ObjectStore, groups: Iterable[TrajectoryGroup | SampledG
                 file.write(packed)
 
             for group in groups:
+                for i in (group.group if isinstance(group, SampledGroup) else group).without_reward():
+                    raise CodecError(DeadLetterReason.INVALID_SCHEMA, f"trajectories[{i}].reward", NO_REWARD)
                 line = encode_json(group if isinstance(group, SampledGroup) else sampled(group)) + b"\n"
                 raw_size, count = raw_size + len(line), count + 1
                 if raw_size > MAX_RAW_BYTES:

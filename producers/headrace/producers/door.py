@@ -1,7 +1,7 @@
 """The door: what a group must be before anything of it is sent.
 
 Guarantees: a group that passes has a model, a `group_id` (written into the caller's own object, so that sending it again is a
-duplicate which the lane can drop), at least one trajectory, finite rewards, and arrays of equal lengths. An `InvalidGroupError`
+duplicate which the lane can drop), at least one trajectory, a finite reward of each, and arrays of equal lengths. An `InvalidGroupError`
 says where and what. Gives up: whether anything can be trained on it; that depends on the model and is the lane's to say.
 """
 
@@ -13,19 +13,22 @@ from headrace.producers.errors import InvalidGroupError
 from headrace.schemas.chat import Choice
 from headrace.schemas.codec import JSON_TYPE, SAFETENSORS_TYPE, SampledGroup, encode_json, encode_safetensors, sampled
 from headrace.schemas.errors import CodecError
-from headrace.schemas.trajectory import TrajectoryGroup
+from headrace.schemas.trajectory import NO_REWARD, TrajectoryGroup
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _MAX_ID = 256
 
 
-def admit(group: TrajectoryGroup | SampledGroup, *, traceparent: str | None = None, in_job: bool = False) -> TrajectoryGroup:
+def admit(
+    group: TrajectoryGroup | SampledGroup, *, traceparent: str | None = None, in_job: bool = False, examples: bool = False
+) -> TrajectoryGroup:
     """Check what is cheap to check, and name the group.
 
     Args:
         group: As the caller built it.
         traceparent: W3C trace context.
         in_job: A job is about to take it.
+        examples: A job of kind `sft` is: its trajectories need no reward.
 
     Returns:
         The group itself (of a `SampledGroup`: its `group`), with a `group_id`.
@@ -40,6 +43,8 @@ def admit(group: TrajectoryGroup | SampledGroup, *, traceparent: str | None = No
         raise InvalidGroupError("trajectories", "there are none: rewards are compared within a group, so it needs at least one")
     if inner.purpose == "sft" and inner.job_id is None and not in_job:
         raise InvalidGroupError("purpose", "examples train in a job, never in the stream: use submit_job(groups, kind='sft')")
+    for i in () if examples else inner.without_reward():
+        raise InvalidGroupError(f"trajectories[{i}].reward", NO_REWARD)
     for i, trajectory in enumerate(inner.trajectories):
         if not math.isfinite(trajectory.reward):
             raise InvalidGroupError(f"trajectories[{i}].reward", f"{trajectory.reward} is not a finite number")

@@ -115,7 +115,7 @@ def mark_with_job(
     inners: dict[str, TrajectoryGroup] = {}
     for i, group in enumerate(groups):
         try:
-            inner = admit(group, in_job=True)
+            inner = admit(group, in_job=True, examples=kind == "sft")
         except InvalidGroupError as error:
             raise error.inside(f"groups[{i}]") from None
         if inner.job_id not in {None, job_id}:

@@ -116,7 +116,7 @@ class Choice(Open):
     logprobs: ChoiceLogprobs | None = None
     token_ids: list[int] | None = None
     token_logprobs: list[float | None] | None = None
-    policy_versions: list[int] | None = None
+    policy_versions: list[int | None] | None = None
     prompt_token_ids: list[int] | None = None
     token_span: tuple[int, int] | None = None
 

@@ -3,7 +3,7 @@
 JSON: the group with `token_ids`, `token_logprobs` and `policy_versions` on each choice (or the hosted API's
 `logprobs.content`). Safetensors (`application/vnd.headrace.group+safetensors`): the group's JSON in `__metadata__["group"]`,
 every sampled turn with `token_span = [start, stop)`, and flat arrays over all turns in wire order: `token_ids` I32[N],
-`logprobs` F32[N], `policy_versions` I32[N] (optional; -1 where a turn has none). Spans tile the arrays, in order, without gaps.
+`logprobs` F32[N], `policy_versions` I32[N] (optional; -1 where unknown). Spans tile the arrays, in order, without gaps.
 
 Guarantees: what one form encodes the other decodes to an equal `SampledGroup` (a property test holds them equal); decoding and
 encoding fail with `CodecError` only; safetensors arrays are views into the message, never copied. Gives up: log-probabilities
@@ -53,6 +53,9 @@ def sampled(group: TrajectoryGroup) -> SampledGroup:
         raw = group.model_dump(mode="python")
     except (PydanticSerializationError, ValueError, RecursionError) as error:
         raise CodecError(Reason.INVALID_SCHEMA, "", f"the group can't be written: {error}") from None
+    for written, trajectory in zip(raw["trajectories"], group.trajectories, strict=True):
+        if "reward" not in trajectory.model_fields_set:
+            del written["reward"]  # a reward that was left out is none, and stays none
     check_finite(raw)  # parsed JSON can't hold NaN, a dict that a user built can
     return _from_raw(raw)
 
@@ -84,7 +87,7 @@ def encode_json(group: SampledGroup) -> bytes:
             continue
         fields: dict[str, Any] = {"token_ids": turn.token_ids.tolist(), "token_logprobs": turn.logprobs.tolist()}  # NaN becomes null
         if turn.policy_versions is not None:
-            fields["policy_versions"] = turn.policy_versions.tolist()
+            fields["policy_versions"] = [None if version < 0 else version for version in turn.policy_versions]
         beside.append(fields)
     return write_group(group.group, beside)
 
@@ -181,11 +184,13 @@ def _flat(header: dict[str, Any], data: memoryview) -> SampledTokens:
 def _turn(flat: SampledTokens, start: int, stop: int) -> SampledTokens:
     versions = None if flat.policy_versions is None else flat.policy_versions[start:stop]
     if versions is not None and (i := first_negative(versions)) is not None:
-        if any(version != -1 for version in versions):
+        wrong = next((at for at in range(i, len(versions)) if versions[at] < -1), None)
+        if wrong is not None:
             raise CodecError(
-                Reason.INVALID_SCHEMA, f"policy_versions[{start + i}]", f"{versions[i]}: a turn has a version for each token, or -1 for all"
+                Reason.INVALID_SCHEMA, f"policy_versions[{start + wrong}]", f"{versions[wrong]} is no version: write -1 where it is unknown"
             )
-        versions = None
+        if all(version == -1 for version in versions):
+            versions = None
     return SampledTokens(token_ids=flat.token_ids[start:stop], logprobs=flat.logprobs[start:stop], policy_versions=versions or None)
 
 

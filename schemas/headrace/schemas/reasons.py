@@ -38,7 +38,11 @@ class RejectionReason(StrEnum):
 
     NO_TRAJECTORIES = "no_trajectories"
     NO_TRAINABLE_TOKENS = "no_trainable_tokens"
+    MISSING_REWARD = "missing_reward"
+    """A trajectory to train on by reinforcement came without a reward, which is not a reward of 0."""
     MISSING_LOGPROBS = "missing_logprobs"
+    INVALID_LOGPROBS = "invalid_logprobs"
+    """A log-probability is above 0 by more than rounding."""
     TOKEN_OUT_OF_VOCABULARY = "token_out_of_vocabulary"  # noqa: S105 - not a password
     UNSUPPORTED_CONTENT = "unsupported_content"
     TOKENIZATION_FAILED = "tokenization_failed"

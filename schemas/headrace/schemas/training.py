@@ -32,7 +32,7 @@ class TrainConfig(Open):
     """`experimental_config` of a training job (union of all published revisions); units and defaults in each field."""
 
     learning_rate: float | None = Field(
-        default=None, gt=0, le=10, description="Adam's rate, before warm-up, schedule and multipliers; 5e-6"
+        default=None, ge=0, le=10, description="Adam's rate, before warm-up, schedule and multipliers; 0 leaves the weights; 5e-6"
     )
     ppo: bool | None = Field(default=None, description="true: PPO's clipped surrogate; false: CISPO")
     loss_fn: Literal["cispo", "ppo"] | None = Field(default=None, description="newer name for ppo")
@@ -209,6 +209,8 @@ class OptimizerSettings(Record):
     """Smaller numbers are 0 in float32, and a weight without gradient would become 0 / 0."""
     weight_decay: float = Field(default=0.1, ge=0)
     max_grad_norm: float = Field(default=0.1, gt=0)
+    max_weight_growth: float = Field(default=4.0, gt=1)
+    """How many times larger one update may make the weights' norm; the model is stopped as diverged instead of beyond it."""
     warmup_updates: int = Field(default=0, ge=0)
     """Optimizer updates over which the rate grows linearly from rate / (warmup_updates + 1) to the full rate."""
     schedule: RateSchedule = "constant"
@@ -287,7 +289,7 @@ class SftConfig(Record):
     """Examples (trajectories) of one update; `auto`: 2."""
     epochs: int = Field(default=1, ge=1, le=100)
     learning_rate: (
-        Annotated[float, Field(gt=0, le=10)] | Annotated[tuple[Annotated[float, Field(gt=0, le=10)], ...], Field(min_length=1)]
+        Annotated[float, Field(ge=0, le=10)] | Annotated[tuple[Annotated[float, Field(ge=0, le=10)], ...], Field(min_length=1)]
     ) = 5e-5
     """One rate, or one for each update (batch) in order: the last goes on where there are more updates than rates."""
     weight_decay: float = Field(default=0.0, ge=0)

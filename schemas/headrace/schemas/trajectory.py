@@ -18,6 +18,9 @@ MetricValue = float | int | bool
 MetadataValue = float | int | str | bool | None
 
 
+NO_REWARD = "reward is missing: a trajectory that is compared with others needs one (0.0 where it earned nothing)"
+
+
 class History(Open):
     """One more token history of a trajectory: a context that was compacted or branched off."""
 
@@ -32,6 +35,7 @@ class Trajectory(Open):
     tools: list[Tool] | None = None
     additional_histories: list[History] = Field(default_factory=list)
     reward: float = 0.0
+    """Required, but for the trajectories of an `sft` group: 0.0 is a reward, and no reward is none."""
     initial_policy_version: int | None = Field(default=None, ge=0)
     final_policy_version: int | None = Field(default=None, ge=0)
     metrics: dict[str, MetricValue] = Field(default_factory=dict)
@@ -73,6 +77,11 @@ class TrajectoryGroup(Open):
     job_id: str | None = Field(default=None, min_length=1, max_length=256)
     purpose: Literal["rl", "sft"] | None = None
     allow_training_without_logprobs: bool | None = None
+
+    def without_reward(self) -> list[int]:
+        """The members whose reward was left out and is needed; none of examples to imitate."""
+        members = () if self.purpose == "sft" else self.trajectories
+        return [i for i, trajectory in enumerate(members) if "reward" not in trajectory.model_fields_set]
 
     def choices(self) -> Iterator[Choice]:
         """Every sampled turn in wire order: by trajectory, by history, by item. The flat arrays follow this order."""

@@ -12,7 +12,7 @@ index. Gives up: token texts and `bytes`, which the ids say already (where there
 
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -41,7 +41,7 @@ class SampledTokens:
     logprobs: "memoryview[float]"
     """float32 (format `f`), natural log at temperature 1; NaN where missing."""
     policy_versions: "memoryview[int] | None" = None
-    """int32: the version that sampled each token; None where the sampler knows one version a rollout only."""
+    """int32: the version that sampled each token, -1 where unknown; None where the sampler knows one version a rollout only."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -60,7 +60,7 @@ class SampledTokens:
         cls,
         token_ids: list[int],
         logprobs: list[float | None] | None = None,
-        policy_versions: list[int] | None = None,
+        policy_versions: Sequence[int | None] | None = None,
         path: str = "",
     ) -> "SampledTokens":
         """Arrays from lists, checked.
@@ -68,7 +68,7 @@ class SampledTokens:
         Args:
             token_ids: N ids, each in [0, 2^31).
             logprobs: N finite floats, None where missing; None as a whole means all are missing.
-            policy_versions: N versions, each in [0, 2^31).
+            policy_versions: N versions, each in [0, 2^31), None where unknown; all of them None is as none at all.
             path: Where the turn stands, for errors.
 
         Raises:
@@ -91,8 +91,11 @@ class SampledTokens:
         if policy_versions is not None:
             if len(policy_versions) != n:
                 raise CodecError(Reason.LENGTH_MISMATCH, path, f"{n} tokens but {len(policy_versions)} policy versions")
-            # A turn without tokens has no versions either: the flat form could not tell [] from none.
-            versions = memoryview(int32(policy_versions, f"{where}policy_versions")) if n else None
+            known = int32([0 if version is None else version for version in policy_versions], f"{where}policy_versions")
+            for i in [i for i, version in enumerate(policy_versions) if version is None]:
+                known[i] = -1
+            # A turn that knows no version, or has no tokens, has none: the flat form could not tell it from one without the field.
+            versions = memoryview(known) if any(version >= 0 for version in known) else None
         return cls(token_ids=memoryview(ids), logprobs=memoryview(lps), policy_versions=versions)
 
 

@@ -10,10 +10,11 @@ trajectories and n_k tokens of a token's own trajectory (a sequence is a rollout
     sequence_mean_token_sum    1 / K
     constant_norm              1 / (K C)        Dr. GRPO (arXiv 2503.20783), C tokens
 
-Guarantees: a group is without variance iff max == min on the raw float64 rewards, and then gives neither gradient nor denominators (a
-peer tests the result of float arithmetic for 0 and trains on rounding errors); so does a group of one. A trajectory exactly at its
-group's mean counts in the normalisers. Rewards of any finite size give finite advantages where they are scaled or rescaled. Gives up:
-advantages per turn. Shapes: n trajectories of a group, K trajectories of the batch that train. All float64.
+Guarantees: a group whose rewards differ by rounding at most (`groups.without_variance`) gives neither gradient nor denominators (a peer
+tests the result of float arithmetic for 0 and trains on rounding errors); nor does a group of one. A trajectory at its group's mean, but
+for rounding, has advantage 0 and counts in the normalisers, so no rescaling lifts noise. Rewards of any finite size give finite advantages
+where they are scaled or rescaled. Limitations: no advantages per turn. Shapes: n trajectories of a group, K trajectories of the batch that
+train. All float64.
 """
 
 import math
@@ -24,11 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.schemas.training import LossAggregation
-from headrace.trainer.groups import TokenizedGroup
+from headrace.trainer.groups import TokenizedGroup, without_variance
 from headrace.trainer.options import AdvantageOptions
 
 Floats = npt.NDArray[np.float64]
 _EPS = 1e-6
+_ROUNDING = 1e-12
+"""A reward this close to its group's mean, relative to the rewards' size, is at the mean: what is left is rounding."""
 _HUGE = 2.0**500
 """Squares of larger numbers overflow."""
 
@@ -48,10 +51,12 @@ class Credit:
 
 
 def group_advantages(rewards_n: Floats, *, scale: bool) -> Floats:
-    """Advantages of one group: float64[n] from float64[n]. All zero without variance."""
-    if len(rewards_n) == 0 or rewards_n.max() == rewards_n.min():
+    """Advantages of one group with variance: float64[n] from float64[n]. What differs from the mean by rounding is exactly 0."""
+    if len(rewards_n) == 0:
         return np.zeros_like(rewards_n)
     centred_n, unit = _centred(rewards_n)
+    size = max(1.0, float(np.abs(rewards_n).max())) / unit
+    centred_n[np.abs(centred_n) <= _ROUNDING * size] = 0.0
     if scale:
         return centred_n / (_root_mean_square(centred_n) + _EPS / unit)
     # A member may be further from the mean than float64 reaches: as far as it does then.
@@ -60,8 +65,8 @@ def group_advantages(rewards_n: Floats, *, scale: bool) -> Floats:
 
 
 def population_deviation(rewards_n: Floats) -> float:
-    """sqrt(sum (r - mean)^2 / n) of one group, n >= 1; exactly 0 where max == min."""
-    if rewards_n.max() == rewards_n.min():
+    """sqrt(sum (r - mean)^2 / n) of one group, n >= 1; exactly 0 without variance."""
+    if without_variance(rewards_n.tolist()):
         return 0.0
     centred_n, unit = _centred(rewards_n)
     return _root_mean_square(centred_n) * unit

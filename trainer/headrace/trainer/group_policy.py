@@ -62,7 +62,9 @@ def _without_variance(group: TokenizedGroup, policy: BatchPolicy) -> GroupRefusa
         return None
     n = len(group.trajectories)
     lost = f" (without {_named(group)})" if group.rejected else ""
-    detail = f"all {n} rewards are {group.trajectories[0].reward}{lost}: nothing to learn from (batch.zero_variance=refuse)"
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    equal = f"are {rewards[0]}" if max(rewards) == min(rewards) else f"are {rewards[0]} but for rounding"
+    detail = f"all {n} rewards {equal}{lost}: nothing to learn from (batch.zero_variance=refuse)"
     return GroupRefusal(reason=RejectionReason.ZERO_VARIANCE, detail=detail)
 
 

@@ -7,7 +7,7 @@ Gives up: immutability of the arrays' content, which nobody writes.
 Shapes: T tokens of one sequence.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import islice
@@ -17,6 +17,40 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.schemas.reasons import RejectionReason
+from headrace.trainer.user_metrics import NO_METRICS, UserMetrics
+
+REWARD_TOLERANCE = 1e-9
+"""Rewards that differ by less, relative to their size (at least 1), are equal."""
+
+
+def without_variance(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by rounding at most: max - min <= 1e-9 * max(1, the largest |r|). The one place that judges this.
+
+    Judged on the raw float64 values, never by a standard deviation: 0.1 + 0.2 + 0.3 is not 0.6 there, and three rewards of 0.1 have a
+    deviation of 1e-17. Fewer than two rewards have no variance.
+    """
+    if len(rewards) < 2:
+        return True
+    least, most = min(rewards), max(rewards)
+    return bool(most - least <= REWARD_TOLERANCE * max(1.0, abs(least), abs(most)))
+
+
+NO_LOGPROB = -9984.0
+"""Engines write -9999 (which is -9984 in bfloat16), or the lowest float, for a log-probability that they do not know."""
+POSITIVE_TOLERANCE = 0.1
+"""A log-probability may be above 0 by the rounding of half-precision logits, and by no more."""
+
+
+def known_logprobs(values_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Log-probabilities as an engine sent them, with NaN for those that it did not know: a sentinel is not a number to compute with."""
+    sentinel_N = values_N <= NO_LOGPROB
+    return np.where(sentinel_N, np.float32(np.nan), values_N) if sentinel_N.any() else values_N
+
+
+def first_positive(values_N: npt.NDArray[np.float32]) -> int | None:
+    """Index of the first value that is no log-probability, since it is above 0 by more than rounding; None where all are fine."""
+    found = np.flatnonzero(values_N > POSITIVE_TOLERANCE)
+    return int(found[0]) if len(found) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +120,22 @@ class TokenizedTrajectory:
     final_policy_version: int | None = None
     truncated: int = 0
     """How many of its sequences were cut to the longest that is trained on."""
+    metrics: UserMetrics = NO_METRICS
+    """What the rollout measured itself."""
     turns_without_end: int = 0
     """Turns of text that the model ended, and whose end the chat template does not tell."""
     turns_as_context: int = 0
     """Choices without log-probabilities, and assistant messages, that are context although the model may have sampled them."""
+
+    @property
+    def policy_versions(self) -> tuple[int, int] | None:
+        """The oldest and the newest version that took part, of the rollout and of its sampled tokens; None where none is known."""
+        said = [version for version in (self.initial_policy_version, self.final_policy_version) if version is not None]
+        for sequence in self.sequences:
+            if sequence.policy_versions is not None:
+                known = sequence.policy_versions[sequence.trainable & (sequence.policy_versions >= 0)]
+                said += [int(known.min()), int(known.max())] if len(known) else []
+        return (min(said), max(said)) if said else None
 
     @property
     def tokens(self) -> int:
@@ -167,12 +213,8 @@ class TokenizedGroup:
 
     @property
     def zero_variance(self) -> bool:
-        """Whether all rewards are the same number: max == min on the raw float64 values.
-
-        Never decided by a standard deviation, which rounding makes unequal to 0 (three rewards of 0.1 have one of 1e-17).
-        """
-        rewards = [trajectory.reward for trajectory in self.trajectories]
-        return max(rewards) == min(rewards)
+        """Whether the rewards are equal but for rounding; see `without_variance`."""
+        return without_variance([trajectory.reward for trajectory in self.trajectories])
 
     @cached_property
     def nbytes(self) -> int:

@@ -4,22 +4,27 @@ CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): L_t = -clip(sg(r_t), 1-e, 1+e_high)
 -min(r_t A_t, clip(r_t, 1-e, 1+e_high) A_t). Ratio levels: token r = exp(d); sequence r = exp(mean of d over the branch) (GSPO,
 arXiv 2507.18071); average (r_tok + r_seq) / 2; geometric_average sqrt(r_tok r_seq). d = log p_new - log p_old; where old is missing
 (NaN), old := sg(new). Truncation weighs L_t by min(exp(log p_old - log p_behaviour), cap), detached. KL in the loss is the k3 estimate
-(Schulman 2020) with u = log p_ref - log p_new: coefficient * (exp(u) - 1 - u); where the reference is missing (NaN) it is 0.
+(Schulman 2020) with u = log p_ref - log p_new: coefficient * (exp(u) - 1 - u); where the reference is missing (NaN) it is 0. A mean over
+the branch is over the tokens whose old log-probability is known; the others, NaN or an engine's sentinel (-9999 or below), take that mean,
+with a gradient as any other token's.
 
 Guarantees: loss and gradient are finite for any stored log-probability, in float16, bfloat16, float32 and float64: a log ratio is
 clamped at 20 (at 10 where the learner's log-probabilities are float16, which ends at 65,504), after the mean over the branch, and
 beyond the clamp the gradient through it is 0. Everything is computed in float32 or, where any input is, in float64. Branches are
 compared as integers, whatever the ids. Each token's weight holds all normalisers, so nobody divides later, and the sum over micro
-batches and ranks is the update's loss. Differences from the peer, on purpose: `negative_cap` caps negative advantages only; truncation
-needs recomputed log-probabilities, else it would apply the same ratio twice; the peer's gradient is NaN where PPO meets a stored -9999.
-As there, `mask_prob_ratio` acts before the clip, so under CISPO a masked ratio becomes 1 - epsilon. Gives up: a finite loss where the
-learner's own log-probability is infinite or NaN, which the engine refuses. Shapes: N trainable tokens of a micro batch, B branches.
+batches and ranks is the update's loss. Differences from the peer, on purpose: `negative_cap` caps negative advantages only; a missing value
+has no part in a branch's mean (there NaN counts as 0, and -9999 as a number); truncation needs recomputed log-probabilities, else it would
+apply the same ratio twice; the peer's gradient is NaN where PPO meets a stored -9999. As there, a token's own ratio to a stored -9999 is
+the largest; admission makes NaN of it (`groups.known_logprobs`), so no step meets it. As there, `mask_prob_ratio` acts before the clip, so
+under CISPO a masked ratio becomes 1 - epsilon. Gives up: a finite loss where the learner's own log-probability is infinite or NaN, which
+the engine refuses. Shapes: N trainable tokens of a micro batch, B branches.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from headrace.trainer.groups import NO_LOGPROB
 from headrace.trainer.options import LossOptions
 
 LOG_RATIO_BOUND = 20.0
@@ -82,7 +87,11 @@ def policy_loss(new_N: torch.Tensor, tokens: LossTokens, options: LossOptions) -
     advantages_N, weights_N = tokens.advantages_N.to(dtype), tokens.weights_N.to(dtype)
     old_N = _filled(tokens.old_N, new_N)
     d_N = new_N - old_N
-    ratio_N = _ratio(d_N, tokens.branches_N, options.level, bound)
+    ratio_N = d_N.clamp(-bound, bound).exp()
+    if options.level != "token":
+        missing_N = tokens.old_N.isnan() | (tokens.old_N <= NO_LOGPROB)
+        known_N = torch.where(missing_N, new_N - new_N.detach(), d_N)
+        ratio_N = _branch_ratio(known_N, missing_N, tokens.branches_N, options.level, bound)
     used_N = ratio_N
     if options.negative_cap is not None:
         used_N = torch.where((advantages_N < 0) & (used_N > options.negative_cap), options.negative_cap, used_N)
@@ -131,16 +140,22 @@ def _k3(new_N: torch.Tensor, reference_N: torch.Tensor | None, bound: float) -> 
     return u_N.expm1() - u_N
 
 
-def _ratio(d_N: torch.Tensor, branches_N: torch.Tensor, level: str, bound: float) -> torch.Tensor:
+def _branch_ratio(d_N: torch.Tensor, missing_N: torch.Tensor, branches_N: torch.Tensor, level: str, bound: float) -> torch.Tensor:
+    """The ratio at a level that looks at the whole branch; `d_N` is 0 where the old log-probability is missing."""
     token_N = d_N.clamp(-bound, bound).exp()
-    if level == "token":
-        return token_N
     # Sorting finds the branches: ids may be sparse or random, so they can't be indices themselves.
     index_N: torch.Tensor
     counts_B: torch.Tensor
     _, index_N, counts_B = torch.unique(branches_N, return_inverse=True, return_counts=True)
-    sums_B = d_N.new_zeros(len(counts_B)).index_add(0, index_N, d_N)
-    sequence_N = (sums_B / counts_B).clamp(-bound, bound).exp()[index_N]
+
+    def sums(values_N: torch.Tensor) -> torch.Tensor:
+        return values_N.new_zeros(len(counts_B)).index_add(0, index_N, values_N)
+
+    if bool(missing_N.any()):
+        # A missing token takes the mean of the known ones: the branch's mean is then theirs, and every token has its share of the gradient.
+        means_B = sums(d_N.detach()) / sums((~missing_N).to(d_N.dtype)).clamp(min=1)
+        d_N = torch.where(missing_N, d_N + means_B[index_N], d_N)
+    sequence_N = (sums(d_N) / counts_B).clamp(-bound, bound).exp()[index_N]
     if level == "sequence":
         return sequence_N
     if level == "average":

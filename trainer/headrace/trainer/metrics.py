@@ -1,9 +1,9 @@
 """What is reported of a step, by name. Finite numbers only; what can't be computed is left out.
 
 Of the batch (`batch_metrics`): `groups`, `trajectories`, `groups_zero_variance`, `exceptions`, `trajectories_rejected` (members that
-their groups train without), `trajectories_truncated`, `turns_without_end` and `turns_as_context` (see `TokenizedTrajectory`); `reward_mean/std/min/max` (population, over
-all trajectories, also of groups without variance), `reward_deviation` (mean over groups of the deviation inside); `updates`, `micro_steps`,
-`rows`, `dummy_passes` (passes of weight zero, made where a rank had no row left); `sequences`, `trainable_tokens`, `tokens` (computed:
+their groups train without), `trajectories_truncated`, `turns_without_end` and `turns_as_context` (see `TokenizedTrajectory`);
+`reward_mean/std/min/max` (population, over all trajectories, also of groups without variance), `reward_deviation` (mean over groups of the
+deviation inside); `user/NAME` (what rollouts measured, `user_metrics.py`); `updates`, `micro_steps`, `rows`, `dummy_passes` (passes of weight zero, made where a rank had no row left); `sequences`, `trainable_tokens`, `tokens` (computed:
 a shared prefix counts once), `sequence_tokens` (without sharing), `sharing` (their ratio), `fill` (tokens over what the rows could
 hold), `rank_balance` (tokens over ranks * the longest row, summed over micro steps: 1 where no rank waits), `padding_tokens` (0: rows have
 none).
@@ -15,7 +15,8 @@ its share of the tokens; `kl_behaviour` (k3 estimate of KL(behaviour || learner)
 and `kl_behaviour_k1` (-d), over tokens whose log-probability is known; `kl_old`, as `kl_behaviour` for what the ratio is against;
 `kl_reference` (k3 estimate of KL(learner || reference), u = reference - new) and `kl_reference_k1` (-u); `entropy`; `probs_corr`
 (Pearson, of exp(behaviour) and exp(new)); `advantage_abs_mean`, `advantage_abs_weighted` (weighted as the loss is); `logprobs_missing`
-(tokens without one).
+(tokens without one, an engine's -9999 included). Where there are any: `logprobs_positive` (tokens whose stored one is above 0, by
+rounding), `entropy_missing` (tokens that `entropy` leaves out, because theirs is not finite).
 
 By lag k, the versions between the one that sampled a token and the one that trained (0 to 15, then `16_up`; `unknown`):
 `lag_tokens_<k>`, `ratio_mean_lag_<k>`, `ess_lag_<k>` (a share); `lag_mean`, `lag_max` over known ones.
@@ -41,6 +42,7 @@ from headrace.trainer.groups import TokenizedGroup
 from headrace.trainer.loss import LOG_RATIO_BOUND
 from headrace.trainer.reward_trend import reward_deviation
 from headrace.trainer.rows import PackedUpdate
+from headrace.trainer.user_metrics import averaged
 
 Floats = npt.NDArray[np.float64]
 LAG_BUCKETS = 16
@@ -88,7 +90,7 @@ def token_metrics(tokens: TokenStats) -> dict[str, float]:
         "kl_behaviour": _k3(behaviour_d),
         "kl_behaviour_k1": _mean(-behaviour_d),
         "kl_old": _k3(_differences(tokens.new_N, tokens.old_N)),
-        "entropy": float(tokens.entropy_N.mean()),
+        "entropy": _mean(tokens.entropy_N[np.isfinite(tokens.entropy_N)]),
         "probs_corr": _pearson(_probabilities(tokens.behaviour_N[known_N]), _probabilities(tokens.new_N[known_N])),
         "advantage_abs_mean": float(np.abs(advantages_N).mean()),
         "advantage_abs_weighted": _weighted_mean(np.abs(advantages_N), tokens.weights_N),
@@ -97,6 +99,8 @@ def token_metrics(tokens: TokenStats) -> dict[str, float]:
     if tokens.reference_N is not None:
         u = _differences(tokens.reference_N, tokens.new_N)
         values |= {"kl_reference": _k3(u), "kl_reference_k1": _mean(-u)}
+    odd = {"logprobs_positive": tokens.behaviour_N > 0, "entropy_missing": ~np.isfinite(tokens.entropy_N)}
+    values |= {name: float(found_N.sum()) for name, found_N in odd.items() if found_N.any()}
     return _finite(values | _by_lag(tokens.lags_N, ratio_N))
 
 
@@ -141,7 +145,8 @@ def batch_metrics(groups: Sequence[TokenizedGroup], updates: Sequence[PackedUpda
             "reward_max": float(rewards.max()),
             "reward_deviation": math.nan if deviation is None else deviation,
         }
-    return _finite(values)
+    members = (member.metrics for group in groups for member in group.trajectories)
+    return _finite(values | averaged(members))
 
 
 def peak_memory() -> float:

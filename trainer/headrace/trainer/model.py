@@ -1,11 +1,16 @@
 """Loading a base model, and the proof that packed sequences do not see each other in it.
 
 Guarantees: any Hugging Face causal LM folder (or GGUF file in one) is a base model, in float32; `self_test` compares packed with
-alone on the loaded model itself, and refuses a model that can't be trained on rows at all. Gives up: code from the folder
+alone on the loaded model itself, and refuses a model that can't be trained on rows at all. What its short samples can't show, because
+it begins at thousands of tokens, is found by other means: windows are narrowed for the test, a neighbour has the last position, and
+rotary positions that depend on the longest sequence of a pass are told by their name. Limitations: no code from the folder
 (`trust_remote_code`).
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,10 @@ from headrace.trainer.rows import CreditedSequence, PackedRow
 from headrace.trainer.tree_attention import ATTENTION, register
 
 TOLERANCE = 1e-3
+_WINDOW = 4
+"""Tokens of every sliding window while the self-test looks at windows: fewer than its samples have."""
+_PART = 0.05
+"""Of what a window changes, that the tree attention may be off by."""
 logger = logging.getLogger(__name__)
 
 
@@ -107,6 +116,7 @@ def self_test(model: Any) -> Scorer:  # noqa: ANN401 - a transformers model, unt
     Raises:
         BaseModelError: not even one sequence a row is right (the model is not causal, or takes no positions): it can't be trained.
     """
+    _forget_longest(model)
     device = next(model.parameters()).device
     vocabulary = model.get_input_embeddings().num_embeddings
     sequences = _samples(vocabulary)
@@ -115,14 +125,20 @@ def self_test(model: Any) -> Scorer:  # noqa: ANN401 - a transformers model, unt
         alone = [_logits(model, _row([sequence]), device, None) for sequence in sequences]
         for sequence, logits_TV in zip(sequences, alone, strict=True):
             half = len(sequence) // 2
-            if not _same(_logits(model, _row([sequence[:half]]), device, None), logits_TV[:half]):
+            # Where positions follow from the length the other sequence must have it, too.
+            other = np.concatenate([sequence[:half], sequence[: len(sequence) - half]]) if _follows_longest(model) else sequence[:half]
+            if not _same(_logits(model, _row([other]), device, None)[:half], logits_TV[:half]):
                 raise BaseModelError(
                     "the base model is not causal: a sequence's logits change with the tokens behind it, so it can't be trained"
                 )
     except (TypeError, AttributeError) as error:
         raise BaseModelError(f"the base model can't be trained on rows with position ids: {type(error).__name__}: {error}") from error
     width: int | None = _attention_width(model)
-    if not _tree_is_right(model, sequences, alone, device, width):
+    right = _tree_is_right(model, sequences, alone, device, width)
+    if right and (windows := _windows(model)):
+        with _narrow(windows):
+            right = _windows_are_right(model, sequences, alone, device, width, own_attention)
+    if not right:
         model.set_attn_implementation(own_attention)
         width = None
         logger.warning("this architecture lets packed sequences see each other: every sequence gets a row of its own")
@@ -164,18 +180,107 @@ def _logits(model: Any, row: PackedRow, device: torch.device, width: int | None)
 
 def _tree_is_right(model: Any, sequences: list[Any], alone: list[torch.Tensor], device: torch.device, width: int | None) -> bool:  # noqa: ANN401 - untyped
     if getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None:
-        return False  # attention that starts anew every so many tokens: the samples are too short to show it
+        return False  # attention that starts again every so many tokens: the samples are too short to show it
+    if _follows_longest(model):
+        return False
     register()
     row = _row(sequences)
     try:
         model.set_attn_implementation(ATTENTION)
         logits_TV = _logits(model, row, device, width)
+        beside_TV = _logits(model, _with_far_neighbour(model, row), device, width)
     except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
         logger.info("tree attention does not fit this architecture: %s: %s", type(error).__name__, error)
         return False
+    if not _same(beside_TV[: len(row)], logits_TV):
+        return False
     # Targets tell where each sequence's tokens stand: the column that predicts token i + 1 holds token i.
-    columns = [row.predictors_N[row.branches_N == i] for i in range(len(sequences))]
-    return all(_same(logits_TV[at], expected[:-1]) for at, expected in zip(columns, alone, strict=True))
+    return all(_same(logits_TV[at], expected[:-1]) for at, expected in zip(_columns(row, len(sequences)), alone, strict=True))
+
+
+def _columns(row: PackedRow, sequences: int) -> list[Any]:
+    return [row.predictors_N[row.branches_N == i] for i in range(sequences)]
+
+
+def _with_far_neighbour(model: Any, row: PackedRow) -> PackedRow:  # noqa: ANN401 - untyped
+    """The row, and a sequence of one token behind it that stands at the last position which the model has."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
+    return replace(
+        row,
+        token_ids_T=np.append(row.token_ids_T, row.token_ids_T[:1]),
+        position_ids_T=np.append(row.position_ids_T, np.int32(positions - 1)),
+        starts_G=np.append(row.starts_G, np.int32(len(row))),
+        parents_G=np.append(row.parents_G, np.int32(-1)),
+    )
+
+
+def _follows_longest(model: Any) -> bool:  # noqa: ANN401 - untyped
+    """Whether rotary frequencies follow from the longest position of a pass, which a neighbour may have."""
+    types = [getattr(module, "rope_type", "") for module in model.modules()]
+    kinds = [kind for found in types for kind in (found.values() if isinstance(found, dict) else [found])]  # one for each kind of layer
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
+
+
+def _forget_longest(model: Any) -> None:  # noqa: ANN401 - untyped
+    """Dynamic rotary positions keep the frequencies of the longest pass so far: each pass starts from the model's own instead."""
+
+    def reset(module: Any, *_inputs: Any) -> None:  # noqa: ANN401 - untyped
+        for name in [name for name, _ in module.named_buffers(recurse=False) if name.endswith("original_inv_freq")]:
+            prefix = name.removesuffix("original_inv_freq")
+            module.register_buffer(f"{prefix}inv_freq", getattr(module, name).clone(), persistent=False)  # some write into it
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+    for module in model.modules():
+        if hasattr(module, "original_max_seq_len") and _follows_longest(module):
+            module.register_forward_pre_hook(reset)
+
+
+def _windows(model: Any) -> list[Any]:  # noqa: ANN401 - untyped
+    """What holds the length of a sliding window that the samples may not reach: configs and attention layers."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    if kinds is not None and not any("sliding" in kind for kind in kinds):
+        return []
+    holders = {id(holder): holder for module in model.modules() for holder in (module, getattr(module, "config", None))}
+    return [
+        holder for holder in holders.values() if isinstance(window := getattr(holder, "sliding_window", None), int) and window > _WINDOW
+    ]
+
+
+@contextmanager
+def _narrow(windows: list[Any]) -> Iterator[None]:
+    before = [holder.sliding_window for holder in windows]
+    for holder in windows:
+        holder.sliding_window = _WINDOW
+    try:
+        yield
+    finally:
+        for holder, window in zip(windows, before, strict=True):
+            holder.sliding_window = window
+
+
+def _windows_are_right(  # noqa: PLR0917 - as those beside it
+    model: Any,  # noqa: ANN401 - untyped
+    sequences: list[Any],
+    alone: list[torch.Tensor],
+    device: torch.device,
+    width: int | None,
+    own_attention: str,
+) -> bool:
+    """Whether the tree attention keeps to windows that are narrowed now, as the model's own attention does.
+
+    An architecture may hold its window where the test can't narrow it, or not tell it to the attention: what the window changes must be
+    seen, and what the tree attention makes of it must be the same but for a small part of that.
+    """
+    row = _row(sequences)
+    tree_TV = _logits(model, row, device, width)
+    model.set_attn_implementation(own_attention)
+    narrow = [_logits(model, _row([sequence]), device, None) for sequence in sequences]
+    model.set_attn_implementation(ATTENTION)
+    changed = max(float((a - b).abs().max()) for a, b in zip(narrow, alone, strict=True))
+    wrong = max(
+        float((tree_TV[at] - expected[:-1]).abs().max()) for at, expected in zip(_columns(row, len(sequences)), narrow, strict=True)
+    )
+    return changed > 0 and wrong <= _PART * changed
 
 
 def _chunks_are_right(
@@ -205,4 +310,4 @@ def _attention_width(model: Any) -> int:  # noqa: ANN401 - untyped
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * max(1.0, float(b.abs().max())))
+    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * float(b.abs().max()))

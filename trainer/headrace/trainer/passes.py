@@ -17,6 +17,7 @@ from headrace.core.errors import HeadraceError
 from headrace.trainer.batches import RowShape, whole_update
 from headrace.trainer.evaluation import Evaluation
 from headrace.trainer.groups import TokenizedGroup
+from headrace.trainer.growth import Growth
 from headrace.trainer.learning_rate import sft_rate, update_rate
 from headrace.trainer.logprobs_file import Floats, by_owner
 from headrace.trainer.metrics import TokenStats
@@ -77,6 +78,7 @@ class StepPasses:
 
         Raises:
             HeadraceError: the config asks for a reference that the plan does not bring, or that does not fit; a gradient is not finite.
+            DivergedError: an update made weights that are far larger than before it.
         """
         plan, recompute = self._plan, self._options.loss.recompute_old
         forward = [self._whole(plan.groups, shape)] if plan.forward_only and plan.groups else []
@@ -92,10 +94,13 @@ class StepPasses:
             evaluation.begin(recompute_old=recompute, reference=None if reference is None else reference[-1])
         lap("score")
         done, rates = [], []
+        growth = Growth(self._loaded.trainable, plan.settings.optimizer.max_weight_growth) if updates else None
         for i, update in enumerate(updates):
             settings = self._settings(update, i, len(updates))
             rates.append(settings.rate)
             done.append(self._updater.run(update, settings, old=_at(old, i), reference=_at(reference, i)))
+            if growth is not None:
+                growth.check(f"update {i + 1} of {len(updates)}", settings.rate)
         scored = [self._updater.evaluate(update, old=_at(old, i), reference=_at(reference, i)) for i, update in enumerate(forward)]
         stats = self._gather([stat for passed in (*done, *scored) for stat in passed.stats])
         lap("update")

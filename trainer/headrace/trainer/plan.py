@@ -10,10 +10,15 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from headrace.core.errors import HeadraceError
 from headrace.schemas.report import RowsKept
 from headrace.schemas.state import Fingerprint, TrainingScalars
 from headrace.schemas.training import ModelSettings, SftConfig, TrainConfig
 from headrace.trainer.groups import TokenizedGroup
+
+
+class DivergedError(HeadraceError):
+    """An update made weights that are not finite, or far too large: the state before it is the last good one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +177,8 @@ class Failure:
     """The traceback."""
     outage: str | None = None
     """What does not work, if that is a disk or another thing that the plan is not to blame for (`headrace.core.outages`)."""
+    diverged: bool = False
+    """Whether a `DivergedError` was raised: the same plan would raise it again."""
 
 
 Answer = StepResult | Saved | Failure | SignOfLife

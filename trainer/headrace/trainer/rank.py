@@ -36,6 +36,10 @@ class StepFailedError(HeadraceError):
     """The step raised. The last line of the message says what."""
 
 
+class StepDivergedError(StepFailedError):
+    """An update made weights that are not finite, or far too large: the step would fail again, from the same state."""
+
+
 class RankDiedError(HeadraceError):
     """A rank process ended, or hung, in the middle of a step."""
 
@@ -305,4 +309,6 @@ class RankWorld:
 
 
 def _error(failure: Failure, where: str = "") -> HeadraceError:
-    return StepFailedError(where + failure.text) if failure.outage is None else RankOutageError(where + failure.outage)
+    if failure.outage is not None:
+        return RankOutageError(where + failure.outage)
+    return (StepDivergedError if failure.diverged else StepFailedError)(where + failure.text)

@@ -26,7 +26,7 @@ from headrace.schemas.reasons import RejectionReason as Reason
 from headrace.schemas.trajectory import Trajectory
 from headrace.schemas.turns import SampledTokens
 from headrace.trainer.chat_text import ChatText, ChatTextError, ContentError, as_object, check_text_only
-from headrace.trainer.groups import TokenSequence
+from headrace.trainer.groups import TokenSequence, first_positive, known_logprobs
 from headrace.trainer.lengths import Fitted, OverLongError, fit
 from headrace.trainer.sequences import Turn, sequences_of
 
@@ -145,7 +145,7 @@ class RolloutTokenizer:
 
     def _usable(self, drawn: SampledTokens) -> bool:
         """Whether sampled tokens can be trained on: some log-probability is known, or none is needed. No tokens miss nothing."""
-        return self.text or len(drawn) == 0 or not bool(np.isnan(np.asarray(drawn.logprobs)).all())
+        return self.text or len(drawn) == 0 or not bool(np.isnan(known_logprobs(np.asarray(drawn.logprobs, np.float32))).all())
 
     def _sampled_turn(
         self, before: Sequence[MessageOrChoice], choice: Choice, tools: Sequence[Tool] | None, drawn: SampledTokens, where: str
@@ -156,8 +156,8 @@ class RolloutTokenizer:
         return Turn(
             prompt=self._checked(prompt, f"{where}.prompt_token_ids"),
             token_ids=token_ids,
-            logprobs=np.asarray(drawn.logprobs, np.float32),
-            policy_versions=None if drawn.policy_versions is None else np.asarray(drawn.policy_versions, np.int32),
+            logprobs=self._logprobs(np.asarray(drawn.logprobs, np.float32), where),
+            policy_versions=None if self.sft or drawn.policy_versions is None else np.asarray(drawn.policy_versions, np.int32),
         )
 
     def _text_turn(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None, counts: _Counts) -> Turn:
@@ -168,6 +168,12 @@ class RolloutTokenizer:
         start, stop = (int(marked[0]), int(marked[-1]) + 1) if len(marked) else (len(spoken.own), len(spoken.own))
         all_ids = _ids(spoken.token_ids)
         return Turn(prompt=all_ids[:start], token_ids=all_ids[start:stop], logprobs=np.full(stop - start, np.nan, np.float32))
+
+    def _logprobs(self, values: npt.NDArray[np.float32], where: str) -> npt.NDArray[np.float32]:
+        if not self.sft and (i := first_positive(values)) is not None:
+            detail = f"{where}: the log-probability of token {i} is {values[i]:g}: it can't be above 0, send natural logarithms"
+            raise UnfitError(Reason.INVALID_LOGPROBS, detail)
+        return known_logprobs(values)
 
     def _checked(self, ids: IdArray, where: str) -> IdArray:
         if len(ids) == 0 or (ids.min() >= 0 and ids.max() < self.vocabulary):

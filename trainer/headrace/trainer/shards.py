@@ -5,6 +5,7 @@ by any other; `restore` makes the state that `training_tensors` gave. Every func
 up: tensors that do not fit into one rank's memory one at a time.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.distributed import get_rank, get_world_size
+
+from headrace.trainer.deepspeed_setup import over_ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -120,6 +123,15 @@ class Trainable:
             return float(norm) if norm is not None else 0.0
         norms = [parameter.grad.detach().float().norm() for parameter in self.parameters.values() if parameter.grad is not None]
         return float(torch.stack(norms).norm()) if norms else 0.0
+
+    def norm(self) -> tuple[float, int]:
+        """Euclidean norm of all weights that train, and how many they are. Called by all ranks; infinite where squares overflow."""
+        parts = [parameter.detach() for parameter in self.parameters.values()] if self.zero_stage == 0 else self._flat
+        norms = torch.stack(torch._foreach_norm(parts)).detach().double() if parts else torch.zeros(1, dtype=torch.float64)
+        square = (norms**2).sum().reshape(1)
+        if self.zero_stage > 0:
+            square = over_ranks(square)
+        return math.sqrt(float(square)), sum(_shape(parameter).numel() for parameter in self.parameters.values())
 
     def _parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if self.zero_stage == 0:

@@ -20,13 +20,14 @@ from headrace.schemas.chat import Choice
 from headrace.schemas.codec import SampledGroup
 from headrace.schemas.reasons import RejectionReason as Reason
 from headrace.schemas.training import ModelSettings
-from headrace.schemas.trajectory import Trajectory
+from headrace.schemas.trajectory import NO_REWARD, Trajectory
 from headrace.trainer.chat_text import ChatText, ChatTextError
 from headrace.trainer.group_policy import refusal_of
 from headrace.trainer.groups import RejectedTrajectory, TokenizedGroup, TokenizedTrajectory
 from headrace.trainer.lengths import BaseLimits
 from headrace.trainer.plan import BaseSource
 from headrace.trainer.rollout_tokens import RolloutTokenizer, UnfitError
+from headrace.trainer.user_metrics import UserMetrics
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedTokenizerBase
@@ -110,6 +111,8 @@ class GroupTokenizer:
         for index, trajectory in enumerate(inner.trajectories):
             own = list(islice(turns, _choices(trajectory)))  # taken before anything can fail: the next member starts at its own turns
             try:
+                if not sft and "reward" not in trajectory.model_fields_set:
+                    raise UnfitError(Reason.MISSING_REWARD, NO_REWARD)
                 made = rollouts.tokenize(trajectory, iter(own))
             except UnfitError as error:
                 rejected.append(_rejected(index, error.reason, error.detail))
@@ -124,6 +127,7 @@ class GroupTokenizer:
                         initial_policy_version=None if sft else trajectory.initial_policy_version,
                         final_policy_version=None if sft else trajectory.final_policy_version,
                         truncated=made.fitted.truncated,
+                        metrics=UserMetrics.of(trajectory.metrics),
                         turns_without_end=made.turns_without_end,
                         turns_as_context=made.turns_as_context,
                     )

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.core.errors import HeadraceError
-from headrace.trainer.plan import StateKey
+from headrace.trainer.plan import DivergedError, StateKey
 from headrace.trainer.shards import Tensors, Trainable
 
 PARAMETERS = "parameters.safetensors"
@@ -24,10 +24,6 @@ STATE = "state.json"
 
 class SnapshotError(HeadraceError):
     """A snapshot that does not fit: another model's, another state's, or damaged."""
-
-
-class DivergedError(HeadraceError):
-    """An update left float32's range."""
 
 
 def save_state(folder: Path, key: StateKey, trainable: Trainable) -> None:

@@ -7,6 +7,7 @@ logits. Gives up: models that change logits behind their output layer (soft caps
 lets `logits_at` serve them whole. Shapes: T tokens of a row, N targets, C targets of a chunk, V vocabulary, W hidden width.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,5 +58,6 @@ def score_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tens
     """[C, 2] from [C, V]: log-probability (with gradient) and entropy (without) of each target."""
     logprobs_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(-1)
     with torch.no_grad():
-        entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+        # A token of probability 0 adds 0, not 0 * -inf.
+        entropy_C = -(logprobs_CV.exp() * logprobs_CV).masked_fill_(logprobs_CV == -math.inf, 0.0).sum(-1)
     return torch.stack([logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropy_C], dim=-1)

@@ -22,9 +22,10 @@ from headrace.schemas.codec import SAFETENSORS_TYPE
 from headrace.schemas.envelope import type_of
 from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.trainer.group_policy import refusal_of
-from headrace.trainer.groups import TokenizedGroup, TokenizedTrajectory, TokenSequence
+from headrace.trainer.groups import NO_LOGPROB, TokenizedGroup, TokenizedTrajectory, TokenSequence, first_positive
 from headrace.trainer.lengths import BaseLimits
 from headrace.trainer.sequences import Turn, sequences_of
+from headrace.trainer.user_metrics import UserMetrics
 
 MAX_BYTES = 1 << 20
 MAX_JSON_BYTES = 1 << 18
@@ -67,7 +68,8 @@ def _admit(request: AdmissionRequest, limits: BaseLimits) -> Admitted:
     raw, ids, logprobs, versions = plain.group, plain.ids, plain.logprobs, plain.versions
     judge = Judge()
     exceptions = judge.group(raw)
-    _need(bool(np.isfinite(logprobs).all()) and (versions is None or versions.min() >= 0))
+    _need(bool(np.isfinite(logprobs).all() and (logprobs > NO_LOGPROB).all()) and first_positive(logprobs) is None)
+    _need(versions is None or bool(versions.min() >= 0))
 
     reader = _Spans(judge, total=len(ids))
     members = [(trajectory, reader.histories(trajectory)) for trajectory in raw.trajectories]
@@ -75,10 +77,11 @@ def _admit(request: AdmissionRequest, limits: BaseLimits) -> Admitted:
     made = _Sequences(ids, logprobs, versions, [turns[0] for _, histories in members for turns in histories if len(turns) == 1])
     trajectories = tuple(
         TokenizedTrajectory(
-            reward=trajectory.reward,
+            reward=_reward(trajectory),
             sequences=made.of(histories),
             initial_policy_version=trajectory.initial_policy_version,
             final_policy_version=trajectory.final_policy_version,
+            metrics=UserMetrics.of(trajectory.metrics),
         )
         for trajectory, histories in members
     )
@@ -86,6 +89,12 @@ def _admit(request: AdmissionRequest, limits: BaseLimits) -> Admitted:
     group = TokenizedGroup(group_id=raw.group_id or request.fallback_id, trajectories=trajectories, exceptions=exceptions)
     _need(refusal_of(group, settings.batch) is None)
     return Admitted(group=group, job_id=raw.job_id)
+
+
+def _reward(trajectory: PlainTrajectory) -> float:
+    if trajectory.reward is UNSET:
+        raise NotPlainError
+    return trajectory.reward
 
 
 def _need(fine: bool) -> None:

@@ -89,7 +89,7 @@ class PlainTrajectory(Struct, gc=False, forbid_unknown_fields=True):
     messages_and_choices: list[PlainItem] = []
     tools: list[Raw] | None = None
     additional_histories: list[PlainHistory] = []
-    reward: float = 0.0
+    reward: float | UnsetType = UNSET
     initial_policy_version: Version | None = None
     final_policy_version: Version | None = None
     metrics: dict[str, Number] = {}

@@ -169,21 +169,24 @@ def _within(policy: BatchPolicy, group: TokenizedGroup, trajectory: TokenizedTra
 
 def _check_versions(limit: int | None, now: int, trajectory: TokenizedTrajectory) -> None:
     initial, final = trajectory.initial_policy_version, trajectory.final_policy_version
-    newest = max((v for v in (initial, final) if v is not None), default=None)
-    if newest is not None and newest > now:
-        detail = f"it says policy version {newest}, but the newest that was published is {now}"
+    versions = trajectory.policy_versions
+    if versions is None:
+        return
+    if versions[1] > now:
+        of_tokens = "" if versions[1] in {initial, final} else " for a token"
+        detail = f"it says policy version {versions[1]}{of_tokens}, but the newest that was published is {now}"
         raise _UnfitError(RejectionReason.UNKNOWN_POLICY_VERSION, detail)
     if initial is not None and final is not None and final < initial:
         raise _UnfitError(RejectionReason.UNKNOWN_POLICY_VERSION, f"it ends at version {final}, before it began at {initial}")
-    lag = lag_of(now, initial, final)
-    if limit is not None and lag is not None and lag > limit:
-        raise _UnfitError(RejectionReason.STALE, f"it is {lag} versions behind ({now - lag} of {now}); max_policy_lag is {limit}")
+    lag = now - versions[0]
+    if limit is not None and lag > limit:
+        raise _UnfitError(RejectionReason.STALE, f"it is {lag} versions behind ({versions[0]} of {now}); max_policy_lag is {limit}")
 
 
-def lag_of(version: int, initial: int | None, final: int | None) -> int | None:
-    """Versions between the one that sampled (the oldest that took part) and the one that trains; None where none is said."""
-    known = [v for v in (initial, final) if v is not None]
-    return version - min(known) if known else None
+def lag_of(version: int, trajectory: TokenizedTrajectory) -> int | None:
+    """Versions between the oldest one that sampled a token of it and the one that trains; None where none is said."""
+    known = trajectory.policy_versions
+    return None if known is None else version - known[0]
 
 
 def _row_length(run: ModelRun, batch: Batch) -> int | None:

@@ -130,9 +130,6 @@ def config_digest(config: TrainConfig) -> str:
 def _lags(version: int, batch: Batch) -> dict[int, int]:
     """Trajectories by lag in policy versions."""
     lags = Counter(
-        lag
-        for waiting in batch.groups
-        for trajectory in waiting.group.trajectories
-        if (lag := lag_of(version, trajectory.initial_policy_version, trajectory.final_policy_version)) is not None
+        lag for waiting in batch.groups for trajectory in waiting.group.trajectories if (lag := lag_of(version, trajectory)) is not None
     )
     return dict(sorted(lags.items()))

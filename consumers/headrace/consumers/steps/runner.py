@@ -44,7 +44,7 @@ from headrace.schemas.jobs import JobState
 from headrace.schemas.state import Rebased, StepRecord
 from headrace.schemas.weights import WeightsRef
 from headrace.trainer.plan import StateKey, StepPlan, StepResult
-from headrace.trainer.rank import RankDiedError, StepFailedError, cause_of
+from headrace.trainer.rank import RankDiedError, StepDivergedError, StepFailedError, cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class StepRunner:
         Raises:
             BatchGivenUpError: it failed for good.
             CannotBeginError: it is the model's first, and its start weights can't be had.
-            ModelDivergedError: the state that it starts from can't be had again.
+            ModelDivergedError: the state that it starts from can't be had again, or an update made weights that are no longer sane.
         """
         return await outlast(_called(run), lambda: self._run(run, batch, following), waits=self.waits)
 
@@ -172,15 +172,22 @@ class StepRunner:
                 shutil.rmtree(plan.out_dir, ignore_errors=True)
             except (StepFailedError, RankDiedError) as error:
                 shutil.rmtree(plan.out_dir, ignore_errors=True)
-                self._failures[key] += 1
-                logger.exception("step %d of %s failed (%d)", key.step + 1, key.model_id, self._failures[key])
-                if self._failures[key] >= self._max_attempts:
-                    del self._failures[key]
-                    raise BatchGivenUpError(cause_of(error)) from error
+                self._failed(key, error)
             except BaseException:
                 shutil.rmtree(plan.out_dir, ignore_errors=True)
                 self.ahead.drop()
                 raise
+
+    def _failed(self, key: StateKey, error: StepFailedError | RankDiedError) -> None:
+        """Count a failed attempt; raises where there is no other."""
+        if isinstance(error, StepDivergedError):  # another attempt would make the same numbers
+            self.ahead.drop()
+            raise ModelDivergedError(f"step {key.step + 1}: {cause_of(error).partition('DivergedError: ')[2]}") from error
+        self._failures[key] += 1
+        logger.error("step %d of %s failed (%d)", key.step + 1, key.model_id, self._failures[key], exc_info=error)
+        if self._failures[key] >= self._max_attempts:
+            del self._failures[key]
+            raise BatchGivenUpError(cause_of(error)) from error
 
     async def _prepared(self, run: ModelRun, batch: Batch) -> tuple[StepPlan, WeightsRef | None, Begun | None]:
         """The plan, and the snapshot of the state that it starts from; or the step itself, where it was begun ahead."""

@@ -46,7 +46,7 @@ def _bucket(stretches: Sequence[Stretch]) -> Bucket:
 def metric_names(entries: Iterable[StepEntry]) -> list[str]:
     """What the latest steps have, without the parts that the lag histogram shows."""
     names = {name for entry in islice(reversed(list(entries)), _NAMES_FROM) for name in entry.metrics}
-    return sorted(name for name in names if "_lag_" not in name and not name.startswith("lag_tokens_"))
+    return sorted(name for name in names if name.startswith("user/") or not ("_lag_" in name or name.startswith("lag_tokens_")))
 
 
 def versions(moments: Sequence[tuple[int, datetime]], points: int) -> list[VersionAt]:

@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from headrace.core.hosted_entries import decode_hosted
 from headrace.gateway.training_jobs.faults import Faults, parts_of
 from headrace.schemas.base import non_finite_paths
-from headrace.schemas.chat import Tool
+from headrace.schemas.chat import Choice, Tool
 from headrace.schemas.codec import SampledGroup, decode_group
 from headrace.schemas.errors import CodecError
 from headrace.schemas.parsing import load_json, path_of
 from headrace.schemas.reasons import DeadLetterReason
-from headrace.schemas.trajectory import TrajectoryGroup
+from headrace.schemas.trajectory import NO_REWARD, TrajectoryGroup
 from headrace.schemas.turns import lift, raw_choices
 
 Loc = list[str | int]
@@ -43,6 +43,8 @@ def read_group(text: memoryview, loc: Loc, faults: Faults, *, version: int | Non
         return None
     before = len(faults)
     _check(group.group, loc, faults, version)
+    if version is not None:
+        _check_token_versions(group, loc, faults, version)
     return group if len(faults) == before else None
 
 
@@ -72,6 +74,8 @@ def _collect(text: memoryview, loc: Loc, faults: Faults) -> None:
 def _check(group: TrajectoryGroup, loc: Loc, faults: Faults, version: int | None) -> None:
     if group.purpose == "sft":
         faults.add([*loc, "purpose"], "examples train by POST /v1/preview/sft-training-jobs: leave purpose out", "wrong_purpose")
+    for j in group.without_reward():
+        faults.add([*loc, "trajectories", j, "reward"], NO_REWARD, "missing")
     for j, trajectory in enumerate(group.trajectories):
         here = [*loc, "trajectories", j]
         _check_tools(trajectory.tools, here, faults)
@@ -87,6 +91,24 @@ def _check(group: TrajectoryGroup, loc: Loc, faults: Faults, version: int | None
             faults.add(
                 [*here, "final_policy_version"], f"it ends at version {final}, before it began at {initial}", "unknown_policy_version"
             )
+
+
+def _check_token_versions(group: SampledGroup, loc: Loc, faults: Faults, newest: int) -> None:
+    """The versions that single tokens say: each turn names its first one that was never published."""
+    if all(turn is None or turn.policy_versions is None for turn in group.turns):
+        return
+    turns = iter(group.turns)
+    for j, trajectory in enumerate(group.group.trajectories):
+        for h, (items, _tools) in enumerate(trajectory.histories()):
+            inner: Loc = [] if h == 0 else ["additional_histories", h - 1]
+            for i, item in enumerate(items):
+                turn = next(turns) if isinstance(item, Choice) else None
+                for at, said in enumerate(() if turn is None or turn.policy_versions is None else turn.policy_versions):
+                    if said > newest:
+                        here = [*loc, "trajectories", j, *inner, "messages_and_choices", i, "policy_versions", at]
+                        detail = f"version {said} was never published: the newest of this model is {newest}"
+                        faults.add(here, detail, "unknown_policy_version")
+                        break
 
 
 def _check_tools(tools: list[Tool] | None, loc: Loc, faults: Faults) -> None:
