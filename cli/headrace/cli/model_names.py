@@ -1,4 +1,4 @@
-"""How the commands name a model: by its id, or by its name in a project of the settings' account."""
+"""How the commands name a model: by its id, or by its name, which may begin with its project."""
 
 import uuid
 from typing import TYPE_CHECKING, Annotated
@@ -8,13 +8,27 @@ import typer
 if TYPE_CHECKING:
     from headrace.core.settings import Settings
 
-Project = Annotated[str, typer.Option("--project", "-p", help="Project of the model.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Id, or name in the project.")]
+Project = Annotated[str | None, typer.Option("--project", "-p", help="Project of the model; any.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Id or name; PROJECT/NAME where several projects have the name.")]
 
 
-def model_id(process: "Settings", project: str, model: str) -> str:
-    """The id as it is, or that of the name. Nothing is asked: whether there is such a model shows when it is read."""
-    from headrace.core.models import model_id_of  # noqa: PLC0415  (aiokafka: `headrace --help` does not wait for it)
+async def model_id(process: "Settings", project: str | None, model: str) -> str:
+    """The id as it is, or that of the name, of a deleted model too.
+
+    Raises:
+        UnknownModelError: no model has the name, or several have it.
+    """
+    from headrace.core.model_names import find_model  # noqa: PLC0415  (aiokafka: `headrace --help` does not wait for it)
+
+    try:
+        return str(uuid.UUID(model))
+    except ValueError:
+        return (await find_model(process, model, project=project, deleted=True)).model_id
+
+
+def shadowed_id(process: "Settings", project: str, model: str) -> str:
+    """The id of a model of the group that is shadowed. Nothing is read: whether it is there shows when it is."""
+    from headrace.core.models import model_id_of  # noqa: PLC0415  (as above)
 
     try:
         return str(uuid.UUID(model))

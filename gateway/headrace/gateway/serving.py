@@ -14,6 +14,7 @@ from headrace.core.model_views import ModelView
 from headrace.gateway.tables import Tables
 from headrace.schemas.weights import WeightsApplied, WeightsFailed
 
+MODEL_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _ARTIFACT = re.compile(r"(?:wandb-artifact:///)?(?P<entity>[^/:]+)/(?P<project>[^/:]+)/(?P<name>[^/:]+)(?::(?P<alias>.+))?")
 _STEP = re.compile(r"(?:step|v)(\d+)")
 
@@ -70,7 +71,7 @@ def parse_name(name: str, account: str) -> Wanted:
 
 def _parse(name: str, account: str) -> Wanted:
     model_id, at, version = name.partition("@")
-    if re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", model_id) and (not at or version.isdigit()):
+    if MODEL_ID.fullmatch(model_id) and (not at or version.isdigit()):
         return Wanted(account=account, project=None, name=None, model_id=model_id, version=int(version) if at else None)
     found = _ARTIFACT.fullmatch(name)
     if found is None:

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import KafkaUnavailableError
-from headrace.core.model_names import id_to_send
+from headrace.core.model_names import known_model_id
 from headrace.core.reading import ReadStalledError
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
@@ -293,7 +293,7 @@ class TrajectoryProducer:
         """The id of a model; the log is read once for each name."""
         async with self._looking_up:
             if wanted not in self._ids:
-                found = await id_to_send(self._settings, wanted)
+                found = await known_model_id(self._settings, wanted)
                 self._ids[wanted] = self._ids[found] = found
         return self._ids[wanted]
 
