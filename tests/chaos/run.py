@@ -23,6 +23,7 @@ from tests.chaos.witness import Place, Seen, Witness
 from tests.consumers.tiny_model import save_tiny_model
 
 from headrace.core.local import LocalBroker
+from headrace.core.local.kafka_config import QUICK_RESTART
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
 from headrace.schemas.events import GroupRejected
@@ -85,7 +86,7 @@ async def run(options: Options, say: Callable[[str], None]) -> Outcome:
     stream = write(options.steps, options.seed)
     options.folder.mkdir(parents=True, exist_ok=True)
     base = await asyncio.to_thread(save_tiny_model, options.folder / "base")
-    overrides = {"group.min.session.timeout.ms": "1000", "log.retention.check.interval.ms": "3600000"}
+    overrides = QUICK_RESTART | {"group.min.session.timeout.ms": "1000", "log.retention.check.interval.ms": "3600000"}
     broker = LocalBroker(options.folder / "broker", overrides=overrides)
     await asyncio.to_thread(broker.start)
     try:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.model_names import Model, Project, model_id, shadowed_id
+from headrace.cli.model_names import Model, Project, derived_id, model_id
 
 if TYPE_CHECKING:
     from headrace.core.model_views import ModelView
@@ -60,7 +60,7 @@ def create(  # noqa: PLR0917 - typer passes them by name
     }
 
     async def run() -> "ModelView":
-        shadowed = None if shadow_of is None else await models.shadowed_model(process, shadowed_id(process, project, shadow_of))
+        shadowed = None if shadow_of is None else await models.shadowed_model(process, derived_id(process, project, shadow_of))
         below = None if shadowed is None else shadowed.settings
         wanted = model_settings(settings, options, None if preset is None else presets.preset(preset), below)
         source = None if shadowed is None else shadowed.model_id
