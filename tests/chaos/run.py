@@ -25,6 +25,7 @@ from tests.consumers.tiny_model import save_tiny_model
 from tests.s3_proxy import S3Proxy
 
 from headrace.core.local import LocalBroker, LocalS3
+from headrace.core.local.kafka_config import QUICK_RESTART
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
 from headrace.schemas.events import GroupRejected
@@ -90,7 +91,7 @@ async def run(options: Options, say: Callable[[str], None]) -> Outcome:
     stream = write(options.steps, options.seed)
     options.folder.mkdir(parents=True, exist_ok=True)
     base = await asyncio.to_thread(save_tiny_model, options.folder / "base")
-    overrides = {"group.min.session.timeout.ms": "1000", "log.retention.check.interval.ms": "3600000"}
+    overrides = QUICK_RESTART | {"group.min.session.timeout.ms": "1000", "log.retention.check.interval.ms": "3600000"}
     broker = LocalBroker(options.folder / "broker", overrides=overrides)
     await asyncio.to_thread(broker.start)
     with _s3(options) as proxy:

@@ -12,16 +12,18 @@ from headrace.consumers.weights.adapters import CallableAdapter, LocalEngineAdap
 from headrace.consumers.weights.subscriber import ModelDeletedError, WeightSubscriber
 from headrace.core.kafka import KafkaUnavailableError
 from headrace.core.lanes import lane_of
-from headrace.core.settings import KafkaSettings, S3Settings, Settings, StoreSettings, TopicSettings
+from headrace.core.models import UnknownModelError, create_model, model_id_of
+from headrace.core.settings import BaseModelEntry, KafkaSettings, S3Settings, Settings, StoreSettings, TopicSettings
 from headrace.core.store import open_store, store_folder
 from headrace.schemas import topics
 from headrace.schemas.carried import CARRIED
 from headrace.schemas.deployments import DeploymentFact, deployment_key
 from headrace.schemas.envelope import header_text, open_record, seal
+from headrace.schemas.training import ModelSettings
 from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished, alive_key
 
 SOON = 30.0
-MODEL = "model-1"
+MODEL = model_id_of("default", "p", "model-1")
 
 
 class Trainer:
@@ -92,8 +94,11 @@ class Engine:
 
 
 @pytest.fixture
-def stored_settings(settings, tmp_path) -> Settings:
-    return settings.model_copy(update={"store": StoreSettings(url=f"file://{tmp_path / 'store'}")})
+async def stored_settings(settings, tmp_path) -> Settings:
+    base = {"tiny": BaseModelEntry(path="/none")}
+    stored = settings.model_copy(update={"store": StoreSettings(url=f"file://{tmp_path / 'store'}"), "base_models": base})
+    await create_model(stored, project="p", name="model-1", model=ModelSettings(base_model="tiny"))
+    return stored
 
 
 @pytest.fixture
@@ -401,6 +406,15 @@ async def test_a_failure_of_its_own_is_raised_to_whoever_waits_and_stops(trainer
         await subscriber.stop()
 
 
+async def test_a_model_is_followed_by_its_name_and_an_unknown_one_is_refused_at_the_start(trainer, subscribe):
+    async with subscribe(Engine(), model_id="p/model-1") as subscriber:
+        await trainer.publish(1)
+        await reach(subscriber, 1)
+    for unknown in ("model-2", model_id_of("default", "p", "model-2")):
+        with pytest.raises(UnknownModelError, match="p/model-1"):
+            await subscribe(Engine(), model_id=unknown).start()
+
+
 async def test_without_a_broker_start_says_so(tmp_path):
     settings = Settings(kafka=KafkaSettings(bootstrap_servers="127.0.0.1:1"), topics=TopicSettings(prefix="t."))
     subscriber = WeightSubscriber(settings, CallableAdapter(Engine()), engine_id="e", model_id=MODEL, cache_dir=tmp_path)
@@ -414,12 +428,12 @@ async def test_it_follows_a_model_or_a_deployment_not_both(subscribe):
             subscribe(Engine(), **wrong)
 
 
-async def test_a_local_engine_serves_what_was_published_to_s3(settings, producer, s3, tiny_model, tmp_path):
+async def test_a_local_engine_serves_what_was_published_to_s3(stored_settings, producer, s3, tiny_model, tmp_path):
     from headrace.consumers.sampling.local_engine import LocalEngine  # noqa: PLC0415 - only this test needs torch
 
-    stored = settings.model_copy(
+    stored = stored_settings.model_copy(
         update={
-            "store": StoreSettings(url=f"s3://{s3.bucket}/{settings.topics.prefix}"),
+            "store": StoreSettings(url=f"s3://{s3.bucket}/{stored_settings.topics.prefix}"),
             "s3": S3Settings(
                 endpoint_url=s3.endpoint_url, region="us-east-1", access_key_id=s3.access_key, secret_access_key=s3.secret_key
             ),

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from headrace.core.model_names import AmbiguousModelError, find_model, id_to_send, pick_model
+from headrace.core.model_names import AmbiguousModelError, find_model, known_model_id, pick_model
 from headrace.core.model_views import ModelView
 from headrace.core.models import UnknownModelError, create_model, delete_model, model_id_of
 from headrace.core.settings import BaseModelEntry, KafkaSettings, Settings, TopicSettings
@@ -78,9 +78,9 @@ def test_a_model_is_found_by_its_name_as_soon_as_its_command_is_in_the_log(kafka
             await find_model(settings, "my-agent")
         made = await create_model(settings, project="p", name="my-agent", model=ModelSettings(base_model="tiny"))
         assert (await find_model(settings, "my-agent")).model_id == made.model_id
-        assert await id_to_send(settings, made.model_id.upper()) == made.model_id
+        assert await known_model_id(settings, made.model_id.upper()) == made.model_id
         with pytest.raises(UnknownModelError):
-            await id_to_send(settings, model_id_of("default", "p", "other"))
+            await known_model_id(settings, model_id_of("default", "p", "other"))
         await delete_model(settings, made.model_id)
         with pytest.raises(UnknownModelError):
             await find_model(settings, "my-agent")

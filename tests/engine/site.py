@@ -59,7 +59,7 @@ class Site:
             incarnation=incarnation,
             account="default",
             project="p",
-            name="m",
+            name=f"m-{model_id}",
             worker_group="default",
             settings=wanted,
             scanned=0,

@@ -17,7 +17,9 @@ from tests.core.ledgers import record
 from tests.engine.site import Acks, Site, running
 from transformers import AutoModelForCausalLM
 
-from headrace.core.models import create_model
+from headrace.core.models import UnknownModelError, create_model, get_model
+from headrace.engine.options import EngineOptions, listen
+from headrace.engine.serve import EngineProcess
 from headrace.schemas.base import utc_now
 from headrace.schemas.deployments import DeployedModel, DeploymentFact, deployed_model_key, deployment_key
 from headrace.schemas.training import ModelSettings
@@ -247,8 +249,12 @@ async def test_a_late_engine_goes_to_the_latest_version_and_takes_its_acks_back_
     for version in (1, 2, 3):
         folder = adapter(site.base, site.new_folder() / str(version), version)
         await site.publish(trained, version, folder)
-    async with running(site, engine_id="late", models=(trained,)) as late:
-        answer = await ask(late, trained)  # waits for it, rather than to answer with the base model
+    unknown = EngineOptions(base_model="tiny", models=("nobody",), port=0)
+    with listen(unknown.host, 0) as listener, pytest.raises(UnknownModelError, match="there is no model 'nobody'"):
+        await EngineProcess(site.settings, unknown, listener).run()
+    name = (await get_model(site.settings, trained)).name
+    async with running(site, engine_id="late", models=(name,)) as late:
+        answer = await ask(late, name)  # waits for it, rather than to answer with the base model
         assert answer["policy_version"] == 3
         assert is_of(answer, loaded(site.base, folder))
         assert await names(late) == {"tiny", f"{trained}@0", f"{trained}@3"}

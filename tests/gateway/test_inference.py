@@ -130,6 +130,9 @@ async def test_the_served_version_is_in_the_answer_and_ids_come_with_log_probabi
             answer = await gateway.post(path, json=chat(logprobs=True))
             assert answer.status_code == 200, answer.text
             assert (answer.json()["model"], answer.json()["policy_version"]) == (f"{NAME}:step0", 0)
+        for short in (NAME.rpartition("/")[2], NAME.partition("///")[2].partition("/")[2]):
+            answer = await gateway.post("/v1/chat/completions", json=chat(logprobs=True) | {"model": short})
+            assert (short, answer.status_code) == (short, 200), answer.text
             assert answer.headers["x-headrace-policy-version"] == "0"
         assert {sent["model"] for sent in engine.asked} == {f"{model_id}@0"}
         assert all(sent["return_token_ids"] and sent["return_tokens_as_token_ids"] for sent in engine.asked)

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from aiokafka.errors import UnknownTopicOrPartitionError
 
 from headrace.core.local import LocalBroker, LocalServiceError, ensure_broker
 from headrace.core.local.broker import new_cluster_id
+from headrace.core.local.kafka_config import QUICK_RESTART
 from headrace.core.local.probe import ask
 
 TP = TopicPartition("kept", 0)
@@ -95,7 +97,8 @@ def test_records_offsets_and_the_port_survive_a_restart(tmp_path: Path) -> None:
         assert read_and_commit(where, 2) == [b"two", b"three"]
 
 
-def test_after_sigkill_it_starts_again_and_acknowledged_records_are_there(broker: LocalBroker, tmp_path: Path) -> None:
+def test_after_sigkill_it_starts_again_and_acknowledged_records_are_there(tmp_path: Path) -> None:
+    broker = LocalBroker(tmp_path, overrides=QUICK_RESTART).start()
     create_topic(broker.bootstrap_servers)
     send(broker.bootstrap_servers, b"one", b"two")
     os.kill(broker.pid, signal.SIGKILL)
@@ -103,6 +106,16 @@ def test_after_sigkill_it_starts_again_and_acknowledged_records_are_there(broker
     broker.stop()
     broker.start()
     assert read_and_commit(broker.bootstrap_servers, 2) == [b"one", b"two"]
+    broker.stop()
+
+
+def test_a_machine_that_stands_still_for_seconds_does_not_fence_the_broker(broker: LocalBroker) -> None:
+    create_topic(broker.bootstrap_servers)
+    os.kill(broker.pid, signal.SIGSTOP)
+    time.sleep(5)  # the fault itself: longer than the session that a start after SIGKILL would like
+    os.kill(broker.pid, signal.SIGCONT)
+    send(broker.bootstrap_servers, b"one")
+    assert "fenc" not in broker.log_file.read_text().rpartition("Kafka Server started")[2].lower()
 
 
 def test_two_brokers_at_once_do_not_meet(kafka: str, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def test_rule_07_a_group_is_refused_before_retention_takes_its_record() -> None:
     both = expired(held, now_ms=at_90_percent + DAY_MS, retention_ms=week)
     assert [found.waiting.offset for found in both] == [1, 2], "one without a time is left alone"
     assert "in job j" in both[1].detail
+    assert "and the worker's clock shows 1970-01-" in first.detail
 
 
 @pytest.mark.parametrize("retention_ms", [None, -1])
@@ -63,7 +64,9 @@ def test_a_job_that_lacks_groups_times_out_and_says_how_many_came_and_which_did_
     run = job_with(came=2, of=5)
     assert messages(run, LIMIT - 1) == []
     assert messages(run, LIMIT) == [
-        "2 of 5 groups came within 60 min (worker.job_timeout_seconds); missing: g2, g3, g4. Send the job again with all its groups"
+        "2 of 5 groups came within 60 min (worker.job_timeout_seconds); missing: g2, g3, g4. Send the job again with all its groups. "
+        "The broker stamped the record at 2026-01-01 00:00:00 UTC, and the worker's clock shows 2026-01-01 01:00:00 UTC: if less time has "
+        "passed, set that clock"
     ]
 
 

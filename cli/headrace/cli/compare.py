@@ -19,7 +19,7 @@ Metrics = Annotated[list[str] | None, typer.Option("--metric", help="Only this m
 def compare(  # noqa: PLR0917 - typer passes them by name
     a: Annotated[str, typer.Argument(metavar="A", help="Id, or name in the project.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Id, or name in the project.")],
-    project: Project = "default",
+    project: Project = None,
     steps: Steps = None,
     metric: Metrics = None,
     prefix_a: Annotated[str | None, typer.Option(help="Topic prefix of A, where it is not that of the settings.")] = None,
@@ -44,7 +44,7 @@ def compare(  # noqa: PLR0917 - typer passes them by name
 
         found = []
         for where, name in zip(here, (a, b), strict=True):
-            found.append(await read_history(where, model_id(where, project, name), steps=chosen))
+            found.append(await read_history(where, await model_id(where, project, name), steps=chosen))
         return found
 
     of_a, of_b = asyncio.run(read())

@@ -37,7 +37,7 @@ By = Annotated[str | None, typer.Option(help="Who does it; written down. Default
 def list_(  # noqa: PLR0917 - typer passes them by name
     reason: Reason = None,
     model: OfModel = None,
-    project: Project = "default",
+    project: Project = None,
     since: Since = None,
     resolved: Annotated[bool, typer.Option("--all", help="Those that were sent again or dropped too.")] = False,
     as_json: AsJson = False,
@@ -98,7 +98,7 @@ def retry(  # noqa: PLR0917 - typer passes them by name
     everything: Everything = False,
     reason: Reason = None,
     model: OfModel = None,
-    project: Project = "default",
+    project: Project = None,
     since: Since = None,
     by: By = None,
     as_json: AsJson = False,
@@ -113,7 +113,7 @@ def drop(  # noqa: PLR0917 - typer passes them by name
     everything: Everything = False,
     reason: Reason = None,
     model: OfModel = None,
-    project: Project = "default",
+    project: Project = None,
     since: Since = None,
     by: By = None,
     as_json: AsJson = False,
@@ -126,7 +126,7 @@ def _resolve(
     action: "Action",
     places: list[str] | None,
     everything: bool,
-    which: tuple[DeadLetterReason | None, str | None, str, str | None],
+    which: tuple[DeadLetterReason | None, str | None, str | None, str | None],
     by: str | None,
     *,
     as_json: bool,
@@ -164,7 +164,7 @@ def _filter(
     process: "Settings",
     reason: DeadLetterReason | None,
     model: str | None,
-    project: str,
+    project: str | None,
     since: str | None,
     *,
     resolved: bool = False,
@@ -176,10 +176,22 @@ def _filter(
     return LetterFilter(
         reason=None if reason is None else reason.value,
         # As it was given too: a letter of an unknown model may have any key.
-        keys=None if model is None else frozenset({model, model_id(process, project, model)}),
+        keys=None if model is None else _keys(process, project, model),
         since=None if since is None else parse_time(since, utc_now()),
         resolved=resolved,
     )
+
+
+def _keys(process: "Settings", project: str | None, model: str) -> frozenset[str]:
+    from headrace.core.model_names import AmbiguousModelError  # noqa: PLC0415
+    from headrace.core.models import UnknownModelError  # noqa: PLC0415
+
+    try:
+        return frozenset({model, asyncio.run(model_id(process, project, model))})
+    except AmbiguousModelError:
+        raise
+    except UnknownModelError:
+        return frozenset({model})
 
 
 def _somebody() -> str:

@@ -12,7 +12,8 @@ from headrace.core.importing import importing
 def engine(  # noqa: PLR0917 - typer passes them by name
     base_model: Annotated[str, typer.Option(help="Name in the catalogue (base_models in the settings).")],
     model: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL_ID", help="Serve only this model; repeat for several. All of the base model.")
+        list[str] | None,
+        typer.Option(metavar="MODEL", help="Serve only this model (id or name); repeat for several. All."),
     ] = None,
     deployment: Annotated[str | None, typer.Option(help="Serve only what names this deployment.")] = None,
     host: Annotated[str, typer.Option(help="Where it listens; it asks for no token.")] = "127.0.0.1",

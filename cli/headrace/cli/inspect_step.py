@@ -12,6 +12,7 @@ from headrace.cli.steps import Incarnation
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from headrace.cli.histories import History
     from headrace.schemas.events import GroupRejected, TrajectoryRejected
     from headrace.schemas.report import StepReport
     from headrace.schemas.state import StepRecord
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def inspect(  # noqa: PLR0917 - typer passes them by name
     model: Model,
     step: Annotated[int, typer.Argument(min=1, help="Which step.")],
-    project: Project = "default",
+    project: Project = None,
     incarnation: Incarnation = None,
     rows: Annotated[bool, typer.Option("--rows", help="Also what is kept of the packed rows.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The ledger's record and the report, one JSON object.")] = False,
@@ -38,9 +39,12 @@ def inspect(  # noqa: PLR0917 - typer passes them by name
     from headrace.core.store import DigestMismatchError, open_store  # noqa: PLC0415
 
     process = Settings()
-    history = asyncio.run(
-        read_history(process, model_id(process, project, model), incarnation=incarnation, steps=StepRange(first=step, last=step))
-    )
+
+    async def read() -> "History":
+        wanted = await model_id(process, project, model)
+        return await read_history(process, wanted, incarnation=incarnation, steps=StepRange(first=step, last=step))
+
+    history = asyncio.run(read())
     if not history.records:
         raise HeadraceError(f"{history.view.name} has no step {step}: `headrace steps {model}` lists those there are")
     (record,) = history.records

@@ -26,7 +26,7 @@ _PREFIX = "JOB_STATE_"
 @app.command("list")
 def list_(
     model: OfModel = None,
-    project: Project = "default",
+    project: Project = None,
     state: Annotated[str | None, typer.Option(help="Only in this state: RUNNING, or JOB_STATE_RUNNING.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -41,7 +41,11 @@ def list_(
 
     wanted = None if state is None else _state(state)
     process = Settings()
-    views = asyncio.run(list_jobs(process, model_id=_model(process, project, model), state=wanted))
+
+    async def read() -> "list[JobView]":
+        return await list_jobs(process, model_id=await _model(process, project, model), state=wanted)
+
+    views = asyncio.run(read())
     if as_json:
         typer.echo(orjson.dumps([_as_dict(view) for view in views]))
         return
@@ -84,7 +88,7 @@ def resume(job: Job, wait: Wait = False, timeout: Seconds = 120, as_json: AsJson
 def cancel(  # noqa: PLR0917 - typer passes them by name
     job: Job,
     model: OfModel = None,
-    project: Project = "default",
+    project: Project = None,
     wait: Wait = False,
     timeout: Seconds = 120,
     as_json: AsJson = False,
@@ -97,7 +101,7 @@ def cancel(  # noqa: PLR0917 - typer passes them by name
 
 
 def _ask(
-    request: "Request", job: str, *, wait: bool, timeout: float, as_json: bool, model: str | None = None, project: str = "default"
+    request: "Request", job: str, *, wait: bool, timeout: float, as_json: bool, model: str | None = None, project: str | None = None
 ) -> None:
     from headrace.core.jobs import ask, wait_for_job  # noqa: PLC0415
     from headrace.core.settings import Settings  # noqa: PLC0415
@@ -105,7 +109,7 @@ def _ask(
     process = Settings()
 
     async def run() -> "JobView":
-        view = await ask(process, request, job, model_id=_model(process, project, model))
+        view = await ask(process, request, job, model_id=await _model(process, project, model))
         return await wait_for_job(process, view, timeout) if wait else view
 
     view = asyncio.run(run())
@@ -115,8 +119,8 @@ def _ask(
         typer.echo(plain(f"{view.job_id} {_said(view)}"))
 
 
-def _model(process: "Settings", project: str, model: str | None) -> str | None:
-    return None if model is None else model_id(process, project, model)
+async def _model(process: "Settings", project: str | None, model: str | None) -> str | None:
+    return None if model is None else await model_id(process, project, model)
 
 
 def _state(text: str) -> "ShownState":

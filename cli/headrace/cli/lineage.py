@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def lineage(  # noqa: PLR0917 - typer passes them by name
     model: Model,
-    project: Project = "default",
+    project: Project = None,
     version: Annotated[int | None, typer.Option(min=1, help="What the step that made this version trained on.")] = None,
     every: Annotated[bool, typer.Option("--all", help="With --version: all versions up to it, too.")] = False,
     group: Annotated[str | None, typer.Option(help="What became of this group: id.")] = None,
@@ -31,7 +31,7 @@ def lineage(  # noqa: PLR0917 - typer passes them by name
     if every and version is None:
         raise typer.BadParameter("it needs --version: all versions up to that one", param_hint="--all")
     process = Settings()
-    wanted = model_id(process, project, model)
+    wanted = asyncio.run(model_id(process, project, model))
     if version is not None:
         found = asyncio.run(_of_version(process, wanted, incarnation, version, every=every))
         _print_json({"model_id": wanted, "versions": [_version_dict(each) for each in found]}) if as_json else _print_versions(found)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.model_names import Model, Project, model_id
+from headrace.cli.model_names import Model, Project, derived_id, model_id
 
 if TYPE_CHECKING:
     from headrace.core.model_views import ModelView
@@ -23,7 +23,7 @@ Seconds = Annotated[float, typer.Option("--timeout", min=0, help="Seconds that -
 def create(  # noqa: PLR0917 - typer passes them by name
     name: Annotated[str, typer.Argument(help="Name, unique in the project.")],
     base_model: Annotated[str | None, typer.Option(help="Name in the catalogue (base_models in the settings).")] = None,
-    project: Project = "default",
+    project: Annotated[str, typer.Option("--project", "-p", help="Project of the model.")] = "default",
     full: Annotated[bool | None, typer.Option("--full/--lora", help="Train all parameters, or a LoRA adapter (default).")] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapter.")] = None,
     groups_per_step: Annotated[int | None, typer.Option(help="Groups that make a batch of the stream.")] = None,
@@ -60,7 +60,7 @@ def create(  # noqa: PLR0917 - typer passes them by name
     }
 
     async def run() -> "ModelView":
-        shadowed = None if shadow_of is None else await models.shadowed_model(process, model_id(process, project, shadow_of))
+        shadowed = None if shadow_of is None else await models.shadowed_model(process, derived_id(process, project, shadow_of))
         below = None if shadowed is None else shadowed.settings
         wanted = model_settings(settings, options, None if preset is None else presets.preset(preset), below)
         source = None if shadowed is None else shadowed.model_id
@@ -104,17 +104,20 @@ def list_(
 
 
 @app.command()
-def show(model: Model, project: Project = "default", as_json: AsJson = False) -> None:
+def show(model: Model, project: Project = None, as_json: AsJson = False) -> None:
     """Show a model: its state as its owner wrote it last, and its settings."""
     from headrace.core import models  # noqa: PLC0415
     from headrace.core.settings import Settings  # noqa: PLC0415
 
+    async def run() -> "ModelView":
+        return await models.get_model(process, await model_id(process, project, model))
+
     process = Settings()
-    _print_one(asyncio.run(models.get_model(process, model_id(process, project, model))), as_json)
+    _print_one(asyncio.run(run()), as_json)
 
 
 @app.command()
-def resume(model: Model, project: Project = "default", wait: Wait = False, timeout: Seconds = 120, as_json: AsJson = False) -> None:
+def resume(model: Model, project: Project = None, wait: Wait = False, timeout: Seconds = 120, as_json: AsJson = False) -> None:
     """Let a model go on that is stopped or has diverged.
 
     A diverged model goes on from what could be run again of its steps, as a new version; the ledger says so. Groups that were lost are
@@ -124,7 +127,7 @@ def resume(model: Model, project: Project = "default", wait: Wait = False, timeo
     from headrace.core.settings import Settings  # noqa: PLC0415
 
     async def run() -> "ModelView":
-        view = await models.resume_model(process, model_id(process, project, model))
+        view = await models.resume_model(process, await model_id(process, project, model))
         return await models.wait_for_model(process, view, timeout) if wait else view
 
     process = Settings()
@@ -134,13 +137,13 @@ def resume(model: Model, project: Project = "default", wait: Wait = False, timeo
 
 
 @app.command()
-def delete(model: Model, project: Project = "default", wait: Wait = False, timeout: Seconds = 120) -> None:
+def delete(model: Model, project: Project = None, wait: Wait = False, timeout: Seconds = 120) -> None:
     """Delete a model: from then on its groups are refused. Its weights and its history stay."""
     from headrace.core import models  # noqa: PLC0415
     from headrace.core.settings import Settings  # noqa: PLC0415
 
     async def run() -> "ModelView":
-        view = await models.delete_model(process, model_id(process, project, model))
+        view = await models.delete_model(process, await model_id(process, project, model))
         return await models.wait_for_model(process, view, timeout) if wait else view
 
     process = Settings()

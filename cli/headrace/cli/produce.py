@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
+from headrace.cli.model_names import Project, model_id
 from headrace.cli.terminal import plain
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 def produce(
     file: Annotated[str, typer.Argument(metavar="FILE", help="One JSON group a line; `-` reads standard input.")],
-    model: Annotated[str, typer.Option("--model", "-m", help="Id, or name in the project.")],
-    project: Annotated[str, typer.Option("--project", "-p", help="Project of the model.")] = "default",
+    model: Annotated[str, typer.Option("--model", "-m", help="Id or name.")],
+    project: Project = None,
     job: Annotated[
         bool, typer.Option("--job", help="Ask for one training step on exactly these groups; nothing is sent if a line is bad.")
     ] = False,
@@ -46,7 +47,6 @@ def produce(
     from rich.console import Console  # noqa: PLC0415  (`headrace --help` does not wait for it)
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn  # noqa: PLC0415
 
-    from headrace.core import models  # noqa: PLC0415
     from headrace.core.settings import Settings  # noqa: PLC0415
     from headrace.producers import TrajectoryProducer  # noqa: PLC0415
 
@@ -57,16 +57,11 @@ def produce(
         raise typer.BadParameter(f"{file} is no file", param_hint="FILE")
     logging.getLogger("headrace.producers").setLevel(logging.CRITICAL)  # each failure is printed with its line instead
     settings = Settings()
-    try:
-        model_id = str(uuid.UUID(model))
-    except ValueError:
-        model_id = models.model_id_of(settings.account, project, model)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
 
     async def run() -> _Sender:
-        await models.get_model(settings, model_id)  # a group for a model that nobody knows would end as a dead letter
-        async with TrajectoryProducer(settings, model_id=model_id) as producer:
+        async with TrajectoryProducer(settings, model_id=await model_id(settings, project, model)) as producer:
             sender = _Sender(producer, progress)
             await sender.send_all(stream, size, job=job or sft, job_id=job_id, sft=examples)
             return sender

@@ -22,9 +22,9 @@ app.command()(groups)
 @app.callback()
 def replay(  # noqa: PLR0917 - typer passes them by name
     context: typer.Context,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Id, or name in the project.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Id or name.")] = None,
     steps: Annotated[str | None, typer.Option(help="A..B, A.., ..B or A; both ends belong to it.")] = None,
-    project: Project = "default",
+    project: Project = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="OPTION=VALUE", help="Train otherwise: learning_rate=1e-4, optimizer.beta1=0.8; may be given again."),
@@ -50,12 +50,12 @@ def replay(  # noqa: PLR0917 - typer passes them by name
             raise typer.BadParameter("it is needed: which steps of which model?", param_hint=name)
     settings = Settings()
     question = Question(
-        model_id=model_id(settings, project, str(model)),
+        model_id=asyncio.run(model_id(settings, project, str(model))),
         steps=StepRange.parse(str(steps)),
         changes=Asked.parse(set_ or ()),
         exclude=frozenset(exclude or ()),
         ranks=ranks,
-        publish=None if publish_to is None else (project, publish_to),
+        publish=None if publish_to is None else (project or "default", publish_to),
         keep=None if to is None else to.absolute(),
     )
     output = Output(question, as_json=as_json)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def groups(  # noqa: PLR0917 - typer passes them by name
     model: Annotated[str, typer.Option("--model", "-m", help="Id, or name in the project.")],
     to: Annotated[str, typer.Option("--to", help="A new file of JSON lines, topic:NAME, or - for the standard output.")],
-    project: Project = "default",
+    project: Project = None,
     since: Annotated[str | None, typer.Option(help="From when on: 10m ago (s, m, h, d), or 2026-11-30T08:15:00Z.")] = None,
     until: Annotated[str | None, typer.Option(help="Until when, in the same forms.")] = None,
     steps: Annotated[str | None, typer.Option(help="Only what these steps trained on: A..B.")] = None,
@@ -44,7 +44,7 @@ def groups(  # noqa: PLR0917 - typer passes them by name
     settings = Settings()
 
     async def run() -> "Copied":
-        view = await get_model(settings, model_id(settings, project, model))
+        view = await get_model(settings, await model_id(settings, project, model))
         shadowed = None if view.state is None else view.state.shadow_of
         offsets = None if chosen is None else await trained_offsets(settings, view.model_id, chosen, shadowed)
         selection = Selection(since=first, until=last, offsets=offsets, group_ids=frozenset(group or ()), where=condition)

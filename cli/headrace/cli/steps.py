@@ -9,6 +9,7 @@ import typer
 from headrace.cli.model_names import Model, Project, model_id
 
 if TYPE_CHECKING:
+    from headrace.cli.histories import History
     from headrace.schemas.state import StepRecord
 
 Steps = Annotated[str | None, typer.Option(help="Only these: A..B, A.., ..B or A.")]
@@ -17,7 +18,7 @@ Incarnation = Annotated[str | None, typer.Option(help="Of a model that was delet
 
 def steps(  # noqa: PLR0917 - typer passes them by name
     model: Model,
-    project: Project = "default",
+    project: Project = None,
     steps: Steps = None,
     last: Annotated[int | None, typer.Option(min=1, help="Only the last so many.")] = None,
     incarnation: Incarnation = None,
@@ -35,7 +36,12 @@ def steps(  # noqa: PLR0917 - typer passes them by name
 
     chosen = None if steps is None else StepRange.parse(steps)
     process = Settings()
-    history = asyncio.run(read_history(process, model_id(process, project, model), incarnation=incarnation, steps=chosen, last=last))
+
+    async def read() -> "History":
+        wanted = await model_id(process, project, model)
+        return await read_history(process, wanted, incarnation=incarnation, steps=chosen, last=last)
+
+    history = asyncio.run(read())
     if as_json:
         typer.echo(orjson.dumps([record.model_dump(mode="json") for record in history.records]))
         return

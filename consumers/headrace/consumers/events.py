@@ -8,6 +8,7 @@ Gives up: `TrajectoryGroup`, whose arrays need the group codec and the object st
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -21,6 +22,7 @@ from headrace.consumers.event_broker import event_broker
 from headrace.consumers.record_scope import RecordScope, parse
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
+from headrace.core.kafka_outage import folding
 from headrace.core.polling import next_record
 from headrace.core.settings import Settings
 from headrace.core.topic_metadata import partition_counts
@@ -121,9 +123,10 @@ class Events:
             KafkaUnavailableError: Kafka can't be reached.
         """
         broker = self.broker
-        await self._require_topics()
-        await broker.start()
-        await self.ready()
+        with self._folding():
+            await self._require_topics()
+            await broker.start()
+            await self.ready()
 
     async def stop(self) -> None:
         """Let running functions end, then stop."""
@@ -143,7 +146,12 @@ class Events:
         app = FastStream(self.broker)
         app.on_startup(self._require_topics)
         app.after_startup(self.ready)
-        asyncio.run(app.run())
+
+        async def run() -> None:
+            with self._folding():
+                await app.run()
+
+        asyncio.run(run())
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -151,6 +159,10 @@ class Events:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.stop()
+
+    def _folding(self) -> AbstractContextManager[None]:
+        options = client_options(self.settings.kafka, "headrace-events")
+        return folding(lambda: options)
 
     async def _require_topics(self) -> None:
         there = await partition_counts(client_options(self.settings.kafka, "headrace-events"))

@@ -13,6 +13,7 @@ from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
 from headrace.core.job_views import CANCELLING, JobCommand, JobView, Request, ShownState, asked, fold_jobs, open_document
 from headrace.core.kafka import client_options
+from headrace.core.kafka_outage import folding
 from headrace.core.lanes import lane_of
 from headrace.core.models import get_model
 from headrace.core.reading import follow, read_to_end
@@ -124,11 +125,12 @@ async def wait_for_job(settings: Settings, view: JobView, seconds: float) -> Job
         return view
     lane, offset = view.command
     try:
-        async with deadline(seconds), aclosing(lane_states(settings, lane)) as batches:
-            async for states in batches:
-                if commands_through(states).get(lane, 0) > offset:
-                    break
-            found = (await _read(settings)).get(view.job_id)
+        with folding(lambda: client_options(settings.kafka, "headrace-jobs")):
+            async with deadline(seconds), aclosing(lane_states(settings, lane)) as batches:
+                async for states in batches:
+                    if commands_through(states).get(lane, 0) > offset:
+                        break
+                found = (await _read(settings)).get(view.job_id)
     except TimeoutError as error:
         raise JobNotTakenUpError(
             f"no worker has read the command to {view.requested} job {view.job_id} within {seconds:g} s: is one of group "
@@ -147,13 +149,14 @@ async def wait_until_over(settings: Settings, job_id: str, seconds: float) -> Jo
     partition = lane_of(job_id, await partition_count(options, topic))
     latest: JobDocument | None = None
     try:
-        async with deadline(seconds), aclosing(follow(options, topic, partition)) as batches:
-            async for records in batches:
-                for record in records:
-                    if record.key == job_id.encode() and record.value is not None:
-                        latest = open_document(record)
-                if latest is not None and not TRANSITIONS[latest.state]:
-                    break
+        with folding(lambda: options):
+            async with deadline(seconds), aclosing(follow(options, topic, partition)) as batches:
+                async for records in batches:
+                    for record in records:
+                        if record.key == job_id.encode() and record.value is not None:
+                            latest = open_document(record)
+                    if latest is not None and not TRANSITIONS[latest.state]:
+                        break
     except TimeoutError:
         pass
     return latest

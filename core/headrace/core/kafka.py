@@ -27,8 +27,8 @@ ClientOptions = dict[str, Any]
 """Keyword arguments that aiokafka's consumer, producer and admin client share."""
 
 METADATA_AGE_MS = 10_000
-"""A client asks again for topics and leaders after this long. With aiokafka's default, a group whose leader has no metadata of its topic
-(the broker restarted as it joined) is without partitions for five minutes."""
+"""A client asks again for topics and leaders after this long. With aiokafka's default a group is without partitions for five minutes if its
+leader has no metadata of the topic, as may happen when the broker restarts."""
 
 
 class KafkaUnavailableError(OutageError):

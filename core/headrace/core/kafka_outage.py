@@ -2,7 +2,7 @@
 
 aiokafka logs each failed attempt of each client, hundreds of lines a second. Inside `folding` those lines, and those of ours that pass
 through `log_trouble`, start a question to Kafka, asked once a second. If Kafka does not answer, the lines are dropped and this module's
-warnings replace them. If it answers, they are logged, each kind once a minute at most.
+warnings replace them. If it answers, they are logged, each kind of aiokafka's once a minute at most.
 
 Guarantees: only clients that are started inside `folding` are affected; other aiokafka clients of the same process log as they did. Clients
 of one event loop and one address share the warnings.
@@ -110,6 +110,8 @@ class _Outage:
         self._logged: dict[str, float] = {}
         self._warned = -_EVERY_SECONDS
         self._complained = 0.0
+        self._dropped = 0
+        """Messages of ours; those of aiokafka are attempts, which nobody misses."""
 
     @property
     def away(self) -> bool:
@@ -118,8 +120,10 @@ class _Outage:
     def complain(self, record: logging.LogRecord) -> None:
         """Something failed: drop the record or log it later, as Kafka answers."""
         self._complained = time.monotonic()
-        if not self.away:
-            self._held.setdefault(record.msg, record)
+        if self.away:
+            self._dropped += _is_ours(record)
+        else:
+            self._held.setdefault(record.getMessage() if _is_ours(record) else record.msg, record)
         if self._asking is None or self._asking.done():
             self._asking = asyncio.get_running_loop().create_task(self._ask(), name="kafka outage")
 
@@ -130,6 +134,7 @@ class _Outage:
         if problem is None:
             self._log_held()
             return
+        self._dropped = sum(map(_is_ours, self._held.values()))
         self._held.clear()
         self.back.clear()
         reported = False
@@ -142,17 +147,23 @@ class _Outage:
                 problem = await kafka_problem(self._options)
             if reported and problem is None:
                 where = self._options["bootstrap_servers"]
-                logger.warning("Kafka at %s answers again after %.0f s", where, time.time() - since)
+                dropped = f"; {self._dropped} messages about failures in between are not logged" if self._dropped else ""
+                logger.warning("Kafka at %s answers again after %.0f s%s", where, time.time() - since, dropped)
         finally:
             self.back.set()
 
     def _log_held(self) -> None:
         now = time.monotonic()
         for kind, record in self._held.items():
-            if now - self._logged.get(kind, -_EVERY_SECONDS) >= _EVERY_SECONDS:
-                self._logged[kind] = now
+            if _is_ours(record) or now - self._logged.get(kind, -_EVERY_SECONDS) >= _EVERY_SECONDS:
+                if not _is_ours(record):
+                    self._logged[kind] = now
                 logging.getLogger(record.name).callHandlers(record)
         self._held.clear()
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.name.startswith("headrace.")
 
 
 _outages: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Outage]]" = WeakKeyDictionary()

@@ -23,7 +23,7 @@ class AmbiguousModelError(UnknownModelError):
     """Several models have this name."""
 
 
-def pick_model(views: Iterable[ModelView], wanted: str, *, account: str, project: str | None = None) -> ModelView:
+def pick_model(views: Iterable[ModelView], wanted: str, *, account: str, project: str | None = None, deleted: bool = False) -> ModelView:
     """The model that is meant. Pure.
 
     Args:
@@ -31,6 +31,7 @@ def pick_model(views: Iterable[ModelView], wanted: str, *, account: str, project
         wanted: Id or name.
         account: Whose names count where `wanted` has none.
         project: Look for names in this project only; None: in all.
+        deleted: Where no model that lives has the name, a deleted one may.
 
     Raises:
         UnknownModelError: there is none.
@@ -40,23 +41,30 @@ def pick_model(views: Iterable[ModelView], wanted: str, *, account: str, project
     if by_id := [view for view in there if view.model_id == wanted]:
         return by_id[0]
     living = [view for view in there if view.status not in {"deleting", "deleted"}]
-    own = [view for view in living if view.account == account]
-    found = [view for view in living if wanted == f"{view.account}/{view.project}/{view.name}"]
-    found = found or [view for view in own if wanted == f"{view.project}/{view.name}"]
-    found = found or [view for view in own if wanted == view.name and project in {None, view.project}]
+    found = _named(living, wanted, account, project) or (_named(there, wanted, account, project) if deleted else [])
     if len(found) == 1:
         return found[0]
     if found:
         candidates = ", ".join(sorted(f"{view.project}/{view.name} ({view.model_id})" for view in found))
         raise AmbiguousModelError(f"several models are named {wanted!r}: {candidates}. Give PROJECT/NAME or the id")
-    names = sorted(f"{view.project}/{view.name}" for view in own)
+    names = sorted(f"{view.project}/{view.name}" for view in living if view.account == account)
     listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     scope = f"account {account!r}" if project is None else f"project {project!r} of account {account!r}"
     raise UnknownModelError(f"there is no model {wanted!r} in {scope}; models of the account: {listed or 'none'} (`headrace models list`)")
 
 
-async def find_model(settings: Settings, wanted: str, *, project: str | None = None) -> ModelView:
-    """The model that is meant, read from the log.
+def _named(views: list[ModelView], wanted: str, account: str, project: str | None) -> list[ModelView]:
+    """Those of this name; the longest form that fits counts, since a name may hold a slash."""
+    own = [view for view in views if view.account == account]
+    return (
+        [view for view in views if wanted == f"{view.account}/{view.project}/{view.name}"]
+        or [view for view in own if wanted == f"{view.project}/{view.name}"]
+        or [view for view in own if wanted == view.name and project in {None, view.project}]
+    )
+
+
+async def find_model(settings: Settings, wanted: str, *, project: str | None = None, deleted: bool = False) -> ModelView:
+    """The model that is meant, read from the log. Arguments as of `pick_model`.
 
     Raises:
         UnknownModelError: there is none, or several have the name.
@@ -65,11 +73,11 @@ async def find_model(settings: Settings, wanted: str, *, project: str | None = N
     """
     model_id = _as_id(wanted)
     views = await read_models(settings, model_id)
-    return pick_model(views.values(), model_id or wanted, account=settings.account, project=project)
+    return pick_model(views.values(), model_id or wanted, account=settings.account, project=project, deleted=deleted)
 
 
-async def id_to_send(settings: Settings, wanted: str) -> str:
-    """The id of the model that is meant, for a sender, which may have no right to read `models` and `commands`: it then gives an id.
+async def known_model_id(settings: Settings, wanted: str) -> str:
+    """The id of the model that is meant. A process without the right to read `models` and `commands` gives an id, which is not checked.
 
     Raises:
         UnknownModelError: there is none, several have the name, or it is a name and names can't be read.

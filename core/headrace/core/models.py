@@ -16,6 +16,7 @@ from headrace.core.commands import commands_through, lane_states, read_lanes, se
 from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
+from headrace.core.kafka_outage import folding
 from headrace.core.lanes import lane_of
 from headrace.core.model_views import ModelView, created_view, fold, latest_states
 from headrace.core.settings import Settings
@@ -229,13 +230,14 @@ async def wait_for_model(settings: Settings, view: ModelView, seconds: float) ->
     lane, offset = view.command
     taken_up = False
     try:
-        async with deadline(seconds), aclosing(lane_states(settings, lane)) as batches:
-            async for states in batches:
-                now = fold(states, []).get(view.model_id)
-                taken_up = commands_through(states).get(lane, 0) > offset
-                # The lane's record and the model's are of one transaction, but may come in two batches.
-                if taken_up and now is not None and now.status in reached and (now.state is None or now.state.rebasing is None):
-                    return now
+        with folding(lambda: client_options(settings.kafka, "headrace-models")):
+            async with deadline(seconds), aclosing(lane_states(settings, lane)) as batches:
+                async for states in batches:
+                    now = fold(states, []).get(view.model_id)
+                    taken_up = commands_through(states).get(lane, 0) > offset
+                    # The lane's record and the model's are of one transaction, but may come in two batches.
+                    if taken_up and now is not None and now.status in reached and (now.state is None or now.state.rebasing is None):
+                        return now
     except TimeoutError as error:
         whom = f"{view.name} ({view.model_id})"
         if taken_up:

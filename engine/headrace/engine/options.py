@@ -20,7 +20,7 @@ class EngineOptions:
     base_model: str
     """Name in the catalogue."""
     models: tuple[str, ...] = ()
-    """Only these ids; empty: all of the base model."""
+    """Only these, by id or name; empty: all of the base model."""
     deployment: str | None = None
     """Only what names it, or what it is asked to load."""
     engine_id: str | None = None

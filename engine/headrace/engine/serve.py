@@ -10,7 +10,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import uvicorn
 
@@ -21,6 +21,7 @@ from headrace.consumers.serving.served_models import EngineIdentity, ServedModel
 from headrace.core.http_server import is_loopback, server_config
 from headrace.core.kafka import client_options
 from headrace.core.kafka_outage import folding
+from headrace.core.model_names import known_model_id
 from headrace.core.settings import Settings
 from headrace.engine.app import engine_app
 from headrace.engine.options import EngineOptions, base_model_entry
@@ -58,29 +59,30 @@ class EngineProcess:
         """Serve until `stop`, SIGTERM or SIGINT.
 
         Raises:
-            HeadraceError: Kafka can't be reached.
+            HeadraceError: Kafka can't be reached, or there is no such model as it should serve.
             KeyboardInterrupt: after a clean end, if it was SIGINT.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.stop)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         options = self._options
+        models = [await known_model_id(self._settings, wanted) for wanted in options.models]
         engine = await asyncio.to_thread(
             PolicyEngine, self._entry.path, gguf_file=self._entry.gguf_file, threads=options.threads, device=options.device
         )
         kafka = client_options(self._settings.kafka, "headrace-engine")
         with folding(lambda: kafka):
-            await self._serve(engine)
+            await self._serve(engine, models)
         if self._interrupted:
             raise KeyboardInterrupt
 
-    async def _serve(self, engine: PolicyEngine) -> None:
+    async def _serve(self, engine: PolicyEngine, models: Sequence[str]) -> None:
         options, settings, listener = self._options, self._settings, self._listener
         identity = EngineIdentity(engine_id=options.name(listener), base_url=options.url(listener), deployment=options.deployment)
         watch = ModelWatch(
             settings,
             options.base_model,
-            models=options.models,
+            models=models,
             deployment=options.deployment,
             client_id=f"headrace-engine-{identity.engine_id}",
         )

@@ -10,6 +10,7 @@ that has begun is not retried.
 """
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -23,8 +24,9 @@ from fastapi.responses import Response, StreamingResponse
 
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import KafkaUnavailableError
+from headrace.core.model_names import AmbiguousModelError, pick_model
 from headrace.core.model_views import ModelView
-from headrace.core.models import model_id_of
+from headrace.core.models import UnknownModelError, model_id_of
 from headrace.gateway.access import Caller, KnownCaller
 from headrace.gateway.body_limit import Body, takes
 from headrace.gateway.exchanges import HEADER, assembled, check_name, exchange_of, keep
@@ -33,6 +35,7 @@ from headrace.gateway.passed_on import PassedOn, read_passed_on
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.served_names import named_version
 from headrace.gateway.serving import (
+    MODEL_ID,
     Served,
     UnknownNameError,
     Wanted,
@@ -148,8 +151,8 @@ def find_model(gate: Gate, caller: Caller, name: str) -> tuple[Wanted, ModelView
         )
         return wanted, found.view
     try:
-        wanted = parse_name(name, caller.account)
-    except UnknownNameError as error:
+        wanted = parse_name(_whole_name(gate, caller, name), caller.account)
+    except (UnknownNameError, AmbiguousModelError) as error:
         raise ProblemError(404, str(error)) from None
     model_id = wanted.model_id or model_id_of(wanted.account, str(wanted.project), str(wanted.name))
     model = gate.view.tables.model(model_id)
@@ -161,6 +164,23 @@ def find_model(gate: Gate, caller: Caller, name: str) -> tuple[Wanted, ModelView
     if wanted.version is not None and is_deleted(gate.view.tables, model, wanted.version):
         raise ProblemError(404, f"model {name[:200]!r}: this checkpoint was deleted; the name without :stepN is the newest version")
     return wanted, model
+
+
+def _whole_name(gate: Gate, caller: Caller, name: str) -> str:
+    """`project/name` and `name`, perhaps with a version behind, with what is missing in front; all else as it is."""
+    short = re.match(r"[^/:@]+(/[^/:@]+)?(?=[:@]|$)", name)
+    if short is None or name.startswith("wandb-artifact:") or MODEL_ID.match(name):
+        return name
+    if short[1] is not None:
+        return f"{caller.account}/{name}"
+    seen = (model for model in gate.view.tables.models() if is_model(model) and caller.sees(model.account, model.project))
+    try:
+        model = pick_model(seen, short[0], account=caller.account)
+    except AmbiguousModelError:
+        raise
+    except UnknownModelError:
+        return name
+    return f"{model.account}/{model.project}/{name}"
 
 
 async def _candidates(gate: Gate, asked: _Asked) -> list[Served]:

@@ -14,9 +14,10 @@ from headrace.core.model_views import ModelView
 from headrace.gateway.tables import Tables
 from headrace.schemas.weights import WeightsApplied, WeightsFailed
 
+MODEL_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _ARTIFACT = re.compile(r"(?:wandb-artifact:///)?(?P<entity>[^/:]+)/(?P<project>[^/:]+)/(?P<name>[^/:]+)(?::(?P<alias>.+))?")
 _STEP = re.compile(r"(?:step|v)([0-9]{1,18})")
-_ID = re.compile(r"(?P<id>[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?:@(?P<version>[0-9]{1,18}))?")
+_ID = re.compile(rf"(?P<id>{MODEL_ID.pattern})(?:@(?P<version>[0-9]{{1,18}}))?")
 
 
 class UnknownNameError(Exception):

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 from aiokafka import AIOKafkaProducer
@@ -19,6 +20,7 @@ from aiokafka.structs import RecordMetadata
 
 from headrace.core.deadline import deadline
 from headrace.core.kafka import KafkaUnavailableError, client_options, plain_errors
+from headrace.core.kafka_outage import folding
 from headrace.core.settings import Settings
 from headrace.core.topic_metadata import partition_count
 from headrace.producers.errors import DeliveryError
@@ -57,8 +59,13 @@ class KafkaLink:
         Raises:
             KafkaUnavailableError: no Kafka, no login, or no such topic (run `headrace topics apply`).
         """
-        await partition_count(self._options, self._topic)
+        with self.folding():
+            await partition_count(self._options, self._topic)
         self._client = await self._connect()
+
+    def folding(self) -> AbstractContextManager[None]:
+        """Inside, what the Kafka client logs while Kafka is away is folded into a warning a minute."""
+        return folding(lambda: self._options)
 
     async def write(
         self, name: str, key: bytes, value: bytes, headers: Sequence[tuple[str, bytes]], handed_over: Callable[[], None]
@@ -87,7 +94,7 @@ class KafkaLink:
                 return await asyncio.shield(position)
         except TimeoutError:
             detail = f"Kafka at {self._options['bootstrap_servers']} did not answer within {self._timeout:g} s"
-            raise DeliveryError(name, detail, unknown=unknown) from None
+            raise DeliveryError(name, detail, unknown=unknown) from KafkaTimeoutError(detail)
         except UnknownTopicOrPartitionError:
             raise DeliveryError(name, f"there is no topic {self._topic}: run `headrace topics apply`", unknown=unknown) from None
         except KafkaUnavailableError as error:
@@ -130,7 +137,7 @@ class KafkaLink:
             "max_batch_size": BATCH_BYTES,
         }
         client = AIOKafkaProducer(**options)
-        with plain_errors(self._options):
+        with self.folding(), plain_errors(self._options):
             try:
                 async with deadline(self._timeout):
                     await client.start()

@@ -8,7 +8,8 @@
 Guarantees: a group is refused with the path of the field before anything is sent, or ends in a `DeliveryReport`, or in a
 `DeliveryError` that says whether it may be in the log. Nothing is sent twice. Groups of a model stand in the log in the order in
 which they got their room in the buffer. Leaving the block, and SIGTERM, flush what is buffered. A cancelled `send` is unknown:
-what was buffered is delivered all the same. Failures that nobody awaits are logged.
+what was buffered is delivered all the same. Failures that nobody awaits are logged;
+while Kafka is away, they are counted in its warnings.
 Gives up: persistence; what is buffered when the process is killed is gone. Bytes wait in memory up to `producer.buffer_bytes`.
 """
 
@@ -22,7 +23,8 @@ from typing import Any, Literal, Self
 
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import KafkaUnavailableError
-from headrace.core.model_names import id_to_send
+from headrace.core.kafka_outage import log_trouble
+from headrace.core.model_names import known_model_id
 from headrace.core.reading import ReadStalledError
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
@@ -293,7 +295,8 @@ class TrajectoryProducer:
         """The id of a model; the log is read once for each name."""
         async with self._looking_up:
             if wanted not in self._ids:
-                found = await id_to_send(self._settings, wanted)
+                with self._link.folding():
+                    found = await known_model_id(self._settings, wanted)
                 self._ids[wanted] = self._ids[found] = found
         return self._ids[wanted]
 
@@ -325,7 +328,8 @@ class TrajectoryProducer:
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("%s", error)
+            with self._link.folding():
+                log_trouble(_log, logging.ERROR, error, "%s", error)
 
     async def _deliver(self, outgoing: Outgoing, before: asyncio.Event | None, placed: asyncio.Event) -> DeliveryReport:
         try:

@@ -11,7 +11,7 @@ Guarantees: pure functions of what waits, the time and the limits; they refuse n
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 
 from headrace.consumers.memory.waiting import Waiting
 from headrace.schemas.jobs import JobState
@@ -79,16 +79,17 @@ def timed_out(jobs: Mapping[str, OpenJob], waiting: Iterable[Waiting], *, now: d
         came = there[job.job_id] | set(job.refused)
         if job.record_offset is not None and set(job.group_ids) <= came:
             continue
-        found.append(TimedOut(job_id=job.job_id, message=_timed_out(job, came, timeout_seconds)))
+        found.append(TimedOut(job_id=job.job_id, message=f"{_timed_out(job, came, timeout_seconds)}. {_clocks(job.since or now, now)}"))
     return found
 
 
 def _expired(held: Waiting, now_ms: int, retention_ms: int) -> str:
     whose = "the stream" if held.job_id is None else f"job {held.job_id}"
+    stamped, now = datetime.fromtimestamp(held.timestamp_ms / 1000, UTC), datetime.fromtimestamp(now_ms / 1000, UTC)
     return (
         f"group {held.group.group_id} waited {_time((now_ms - held.timestamp_ms) / 1000)} in {whose}, and its topic keeps records for "
         f"{_time(retention_ms / 1000)}: send it again when the step can fill, set batch.linger_seconds or fewer groups_per_step, or raise "
-        "the topic's retention.ms"
+        f"the topic's retention.ms. {_clocks(stamped, now)}"
     )
 
 
@@ -101,6 +102,14 @@ def _timed_out(job: OpenJob, came: set[str], timeout_seconds: float) -> str:
     wanted = len(set(job.group_ids))
     refused = f" ({len(job.refused)} of them refused)" if job.refused else ""
     return f"{wanted - len(missing)} of {wanted} groups came{refused} {within}; missing: {names}. Send the job again with all its groups"
+
+
+def _clocks(stamped: datetime, now: datetime) -> str:
+    """What tells waiting from a clock that is wrong."""
+    return (
+        f"The broker stamped the record at {stamped:%Y-%m-%d %H:%M:%S} UTC, and the worker's clock shows {now:%Y-%m-%d %H:%M:%S} UTC: "
+        "if less time has passed, set that clock"
+    )
 
 
 def _time(seconds: float) -> str:

@@ -21,6 +21,7 @@ from headrace.consumers.weights.cache import WeightCache
 from headrace.consumers.weights.target import WeightTarget
 from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
+from headrace.core.model_views import ModelView
 from headrace.core.store import StoreError, StoreUnavailableError
 from headrace.schemas.weights import WeightsPublished, WeightsRef
 
@@ -100,9 +101,9 @@ class ServedModel:
         return self._followed.view.created_at.timestamp()
 
     @property
-    def shadow_of(self) -> str | None:
-        """The model whose lane it is on."""
-        return self._followed.view.shadow_of
+    def view(self) -> ModelView:
+        """The model as it stands."""
+        return self._followed.view
 
     async def update(self, followed: Followed) -> None:
         """The model as it stands now; begins to follow it at the first call."""

@@ -19,11 +19,13 @@ from headrace.consumers.sampling.policy_engine import PolicyEngine
 from headrace.consumers.serving.held_versions import HeldVersions
 from headrace.consumers.serving.model_watch import Followed, ModelWatch
 from headrace.consumers.serving.served_model import BASE_DIGEST, NEWS_SECONDS, NoSuchPolicyError, Policy, PolicyNotReadyError, ServedModel
-from headrace.consumers.weights.acks import AckTopic, EngineAcks
+from headrace.consumers.weights.acks import STOP_SECONDS, AckTopic, EngineAcks
 from headrace.consumers.weights.cache import WeightCache
 from headrace.core.deadline import deadline
 from headrace.core.kafka import client_options
 from headrace.core.ledger import read_ledger
+from headrace.core.model_names import pick_model
+from headrace.core.models import UnknownModelError
 from headrace.core.settings import Settings
 from headrace.core.step_range import StepRange
 from headrace.core.store import open_store
@@ -150,8 +152,10 @@ class ServedModels:
         """Take all acks back, and disconnect. After `run` was cancelled; requests under way go on."""
         self._ending = True
         models, self._models = self._models, {}
-        await asyncio.gather(*[model.end() for model in models.values()])
-        await self._acks(self.base_model).retract()
+        with suppress(TimeoutError):  # Kafka does not answer: the engine falls silent instead
+            async with deadline(STOP_SECONDS):
+                await asyncio.gather(*[model.end() for model in models.values()])
+                await self._acks(self.base_model).retract()
         await self._topic.stop()
 
     @asynccontextmanager
@@ -179,13 +183,21 @@ class ServedModels:
         async with model.policy(int(version) if at else None) as policy:
             yield policy
 
-    async def _find(self, model_id: str) -> ServedModel | None:
-        """A model; one that was just created is on its way here."""
-        if model_id not in self._models:
+    async def _find(self, wanted: str) -> ServedModel | None:
+        """A model, by its id or its name; one that was just created is on its way here."""
+        if self._named(wanted) is None:
             with suppress(TimeoutError):
                 async with deadline(NEWS_SECONDS), self._moved:
-                    await self._moved.wait_for(lambda: model_id in self._models or self._ending)
-        return self._models.get(model_id)
+                    await self._moved.wait_for(lambda: self._named(wanted) is not None or self._ending)
+        return self._named(wanted)
+
+    def _named(self, wanted: str) -> ServedModel | None:
+        if wanted in self._models:
+            return self._models[wanted]
+        with suppress(UnknownModelError):
+            views = [model.view for model in self._models.values()]
+            return self._models[pick_model(views, wanted, account=self._settings.account).model_id]
+        return None
 
     def _served(self, followed: Followed) -> ServedModel:
         model_id = followed.view.model_id
@@ -204,7 +216,7 @@ class ServedModels:
         return EngineAcks(self._topic, engine_id=key, base_url=identity.base_url, deployment=identity.deployment)
 
     async def _weights_in_ledger(self, model_id: str, incarnation: str, version: int) -> WeightsRef | None:
-        shadow_of = self._models[model_id].shadow_of
+        shadow_of = self._models[model_id].view.shadow_of
         only = StepRange(first=version, last=version)
         found = await read_ledger(self._settings, model_id, incarnation=incarnation, steps=only, shadow_of=shadow_of)
         return next((record.weights for record in found if record.policy_version_after == version), None)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
+from headrace.core.deadline import deadline
 from headrace.core.kafka import ClientOptions, plain_errors
 from headrace.core.kafka_outage import log_trouble
 from headrace.schemas.envelope import seal
@@ -19,6 +20,8 @@ from headrace.schemas.weights import EngineAlive, WeightsApplied, WeightsFailed,
 
 logger = logging.getLogger(__name__)
 
+STOP_SECONDS = 3.0
+"""What is left to say at the end is dropped after this."""
 ALIVE_SECONDS = 10.0
 """Between two words of an engine that it lives."""
 
@@ -57,16 +60,24 @@ class AckTopic:
         self._living = asyncio.create_task(self._live())
 
     async def stop(self) -> None:
-        """Send what is under way, and disconnect."""
+        """Send what is under way, and disconnect. Where Kafka does not answer, what is under way is dropped after a few seconds."""
         if self._living is not None:
             self._living.cancel()
             with suppress(asyncio.CancelledError):
                 await self._living
             self._living = None
-            await self.send(alive_key(self._engine_id), None, "")
-        if self._producer is not None:
-            await self._producer.stop()
-            self._producer = None
+        producer, self._producer = self._producer, None
+        if producer is None:
+            return
+        try:
+            async with deadline(STOP_SECONDS):
+                await producer.send_and_wait(self._topic, None, key=alive_key(self._engine_id).encode())
+                await producer.stop()
+        except (TimeoutError, KafkaError) as error:
+            logger.warning("engine %s did not say that it ends: %r; it falls silent instead", self._engine_id, error)
+            # The sender retries for ever and has no public end but through `stop`, which waits for it.
+            await producer._sender.close()
+            await producer.client.close()
 
     async def _live(self) -> None:
         while True:

@@ -18,6 +18,8 @@ from headrace.consumers.weights.cache import WeightCache
 from headrace.consumers.weights.feed import WeightFeed
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
+from headrace.core.kafka_outage import folding
+from headrace.core.model_names import known_model_id
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
 from headrace.schemas.weights import WeightsPublished
@@ -34,7 +36,7 @@ class WeightSubscriber:
         settings: Kafka, topics and store.
         adapter: How weights get into the engine.
         engine_id: Name of the engine: key of its acks.
-        model_id: Follow this model.
+        model_id: Follow this model: its id, or its name as `name`, `project/name` or `account/project/name`.
         deployment: Follow whatever names this deployment, and is of its account. Exactly one of the two.
         base_url: Where the engine answers; in the acks.
         cache_dir: Folder for downloads, the engine's own. None: `.headrace/engines/<engine id>`.
@@ -55,7 +57,9 @@ class WeightSubscriber:
         keep_versions: int = 2,
         on_applied: Callable[[WeightsPublished], Awaitable[None]] | None = None,
     ) -> None:
-        options = client_options(settings.kafka, f"headrace-weights-{engine_id}")
+        options = self._options = client_options(settings.kafka, f"headrace-weights-{engine_id}")
+        self._settings = settings
+        self._model_id = model_id
         shadows = settings.worker.shadow_prefix is not None
         self._feed = WeightFeed(options, settings.topic_names, model_id=model_id, deployment=deployment, shadows=shadows)
         root = cache_dir or Path(".headrace") / "engines" / quote(engine_id, safe="")
@@ -97,11 +101,15 @@ class WeightSubscriber:
 
         Raises:
             KafkaUnavailableError: Kafka can't be reached, or has no `weights` topic.
+            UnknownModelError: there is no such model, or several have the name.
         """
-        runs = await self._feed.runs()
-        await self._acks.start()
-        self._tasks = [asyncio.create_task(run) for run in runs]
-        self._tasks.append(asyncio.create_task(self._applier.run()))
+        with folding(lambda: self._options):
+            if self._model_id is not None:
+                self._feed.follow_model(await known_model_id(self._settings, self._model_id))
+            runs = await self._feed.runs()
+            await self._acks.start()
+            self._tasks = [asyncio.create_task(run) for run in runs]
+            self._tasks.append(asyncio.create_task(self._applier.run()))
         for task in self._tasks:
             task.add_done_callback(self._wake_waiters)
 

@@ -40,6 +40,10 @@ class WeightTarget:
         self.changed = asyncio.Event()
         """Set at every change of `target` or `deleted`; whoever acts on it clears it."""
 
+    def follow_model(self, model_id: str) -> None:
+        """Count only this model, where its id is known later than this object."""
+        self._model_id = model_id
+
     def aim(self, published: WeightsPublished | None) -> None:
         """Set the target, where somebody else has followed the topic."""
         if published is not self.target:
