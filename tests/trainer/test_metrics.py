@@ -167,7 +167,7 @@ def test_what_rollouts_measured_is_averaged_over_those_that_have_it_within_bound
 
 def test_every_metric_of_the_batch_is_counted():
     whole = group([0, 1], [sequence([1], [2])] * 2)
-    cut = tuple(replace(trajectory, truncated=7) for trajectory in whole.trajectories)
+    cut = tuple(replace(trajectory, truncated=7, turns_without_end=1, turns_as_context=2) for trajectory in whole.trajectories)
     lost = RejectedTrajectory(index=2, reason=RejectionReason.TOO_LONG, detail="long")
     groups = [
         replace(whole, trajectories=cut, rejected=(lost,), exceptions=3),
@@ -186,6 +186,8 @@ def test_every_metric_of_the_batch_is_counted():
             "exceptions": 3,
             "trajectories_rejected": 1,
             "trajectories_truncated": 2,
+            "turns_without_end": 2,
+            "turns_as_context": 4,
             "updates": 2,
             "micro_steps": 3,
             "rows": 4,

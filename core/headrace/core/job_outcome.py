@@ -1,4 +1,4 @@
-"""What of a job did not train, and why, in sentences for people and clients. Pure.
+"""What of a job did not train, or not whole, and why, in sentences for people and clients. Pure.
 
 Guarantees: counts by reason cover all rejected groups and trajectories of the job; the first of them are named by their indices. A
 completed job that trained nothing says so. Limitations: the document lists 20 rejections; all of them are events in `training-events`.
@@ -42,9 +42,26 @@ def outcome_messages(document: JobDocument) -> tuple[str, ...]:
     messages.extend(map(sentence, rejections.listed[:_MOST_SENTENCES]))
     if len(rejections.listed) > _MOST_SENTENCES:
         messages.append("more rejections are listed in the job's `rejections`, and each is an event in training-events")
+    messages.extend(turn_messages(document.metrics).values())
     if trained_nothing(document):
         messages.append(f"the job trained nothing: {_why_nothing(document)}")
     return tuple(messages)
+
+
+def turn_messages(metrics: Mapping[str, float]) -> dict[str, str]:
+    """What of a step's turns trained otherwise than a sender may expect, in a sentence, by the metric that counts it."""
+    found: dict[str, str] = {}
+    if count := metrics.get("turns_without_end", 0.0):
+        found["turns_without_end"] = (
+            f"{count:.0f} turns trained without their end: the chat template writes no token that ends a turn, so that the model does not "
+            "learn to stop; send token_ids with the token that ended the turn"
+        )
+    if count := metrics.get("turns_as_context", 0.0):
+        found["turns_as_context"] = (
+            f"{count:.0f} assistant turns are context: choices without log-probabilities, and assistant messages before the last user "
+            "message or among choices; `weight` 1 trains a message, 0 says that it is context"
+        )
+    return found
 
 
 def _of_the_groups(rejections: JobRejections) -> JobRejections:

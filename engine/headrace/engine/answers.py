@@ -15,7 +15,7 @@ from headrace.consumers.sampling.decoding import Alternatives
 from headrace.consumers.sampling.sampled_row import RowPiece
 from headrace.consumers.serving.served_model import Policy
 from headrace.engine.requests import ChatRequest, CompletionRequest
-from headrace.engine.tool_calls import ToolCallStream, parse_tool_calls
+from headrace.engine.tool_calls import ToolCallReader, ToolCallStream
 from headrace.schemas.chat import ToolCall
 
 Json = dict[str, Any]
@@ -121,19 +121,23 @@ class ChatAnswer(_Answer):
         policy: What it was sampled from.
         prompt: Token ids.
         text_of: Token ids as text.
+        reader: Of tool calls, if tools are offered.
     """
 
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest, policy: Policy, prompt: Sequence[int], text_of: TokenText) -> None:
+    def __init__(
+        self, request: ChatRequest, policy: Policy, prompt: Sequence[int], text_of: TokenText, reader: ToolCallReader
+    ) -> None:
         super().__init__(request, policy, [prompt], text_of)
-        self._parse = bool(request.tools) and request.tool_choice != "none"
+        self._tools = (request.tools or []) if request.offers_tools else []
+        self._reader = reader
         self._streams: dict[int, ToolCallStream] = {}
 
     def _choice(self, piece: RowPiece) -> Json:
-        content, calls = parse_tool_calls(piece.text) if self._parse else (piece.text, [])
+        content, calls = self._reader.parse(piece.text, self._tools) if self._tools else (piece.text, [])
         message: Json = {"role": "assistant", "content": (content or None) if calls else content, "refusal": None}
         if calls:
             message["tool_calls"] = [_call_json(call) for call in calls]
@@ -147,8 +151,8 @@ class ChatAnswer(_Answer):
 
     def _delta(self, piece: RowPiece, *, first: bool) -> Json:
         content, calls = piece.text, list[ToolCall]()
-        if self._parse:
-            stream = self._streams.setdefault(piece.index, ToolCallStream())
+        if self._tools:
+            stream = self._streams.setdefault(piece.index, ToolCallStream(self._reader, self._tools))
             content = stream.push(content)
             if piece.finish is not None:
                 rest, calls = stream.end()

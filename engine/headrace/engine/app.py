@@ -9,6 +9,7 @@ gateway and your agents reach it), and a bound on what the base model's chat tem
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from importlib.metadata import version
 
 import orjson
@@ -25,6 +26,7 @@ from headrace.core.http_server import host_of, is_foreign_page, is_loopback
 from headrace.engine.answers import ChatAnswer, CompletionAnswer
 from headrace.engine.errors import ApiError, error_body, install_errors
 from headrace.engine.requests import ChatRequest, read_chat, read_completion
+from headrace.engine.tool_calls import ToolCallReader
 from headrace.trainer.chat_text import ChatText
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -55,6 +57,7 @@ def engine_app(
 
     app = FastAPI(title="Headrace engine", openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(check_page)])
     install_errors(app)
+    reader = ToolCallReader(engine.tokenizer)
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
@@ -62,8 +65,9 @@ def engine_app(
         async with AsyncExitStack() as held:
             policy = await held.enter_async_context(served.policy(request.model))
             prompt = await asyncio.to_thread(_chat_prompt, engine, request, policy)
-            job = SampleJob(policy.weights, request.rows(prompt, engine.facts), engine.text_of)
-            answer = ChatAnswer(request, policy, prompt, lambda ids: engine.text_of(ids, special=True))
+            kept = await asyncio.to_thread(lambda: reader.kept_ids) if request.offers_tools else frozenset[int]()
+            job = SampleJob(policy.weights, request.rows(prompt, engine.facts), partial(engine.text_of, kept=kept))
+            answer = ChatAnswer(request, policy, prompt, lambda ids: engine.text_of(ids, special=True), reader)
             return await _answered(http, batcher, job, answer, policy, stream=bool(request.stream), held=held)
 
     @app.post("/v1/completions")

@@ -174,6 +174,11 @@ class ChatRequest(SamplingRequest):
         """See `SamplingRequest`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def offers_tools(self) -> bool:
+        """Whether calls are looked for in the answer."""
+        return bool(self.tools) and self.tool_choice != "none"
+
     def check(self) -> None:
         """What fields say together.
 

@@ -1,69 +1,87 @@
-"""Tool calls in sampled text: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Qwen's and Hermes' templates have them.
+"""Tool calls in sampled text, in the form that the model's chat template speaks (`tool_forms.py`).
 
 Guarantees: text cut into pieces anywhere gives what the whole text gives; what does not parse stays content, unchanged. A last call that
-lacks its closing tag is one all the same, if its JSON is whole. Gives up: other forms of calls, and showing a call before it is complete.
+lacks its closing mark is one all the same, if what is there is whole. Limitations: a call is not shown before it is complete.
 """
 
-import json
-import re
+import logging
 import uuid
+from collections.abc import Sequence
+from functools import cached_property
 
-from headrace.consumers.sampling.text_stream import beginning_of
-from headrace.schemas.chat import ToolCall, ToolCallFunction
+import regex
+from transformers import PreTrainedTokenizerBase
 
-_OPEN = "<tool_call>"
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+from headrace.engine.tool_forms import ToolForm, form_of, kept_ids
+from headrace.schemas.chat import Tool, ToolCall, ToolCallFunction
+
+logger = logging.getLogger(__name__)
 
 
-def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """What is left as content, and the calls."""
-    calls: list[ToolCall] = []
+class ToolCallReader:
+    """What one base model's calls look like, found when a request first offers tools.
 
-    def take(match: re.Match[str]) -> str:
-        call = _call(match.group(1))
-        if call is None:
-            return match.group()
-        calls.append(call)
-        return ""
+    Args:
+        tokenizer: Of the base model.
+    """
 
-    content = _CALL.sub(take, text)
-    # White space around calls is the template's, not the model's words.
-    return (content.rstrip() if calls else content), calls
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    @cached_property
+    def form(self) -> ToolForm:
+        """The form; if it is not known, a warning says so once."""
+        form, unknown = form_of(self.tokenizer)
+        if unknown is not None:
+            logger.warning("tools are offered, but %s: calls in another form than %s stay in the content", unknown, form.name)
+        return form
+
+    @cached_property
+    def kept_ids(self) -> frozenset[int]:
+        """Special tokens that the text must show."""
+        return kept_ids(self.tokenizer, self.form)
+
+    def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[ToolCall]]:
+        """What is left as content, and the calls."""
+        calls: list[ToolCall] = []
+
+        def take(match: "regex.Match[str]") -> str:
+            found = self.form.calls(match.group(), tools, self.tokenizer)
+            calls.extend(
+                ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=ToolCallFunction(name=name, arguments=arguments))
+                for name, arguments in found
+            )
+            return "" if found else match.group()
+
+        content = regex.sub(self.form.region, take, text, flags=regex.DOTALL)
+        # White space around calls is the template's, not the model's words.
+        return (content.rstrip() if calls else content), calls
 
 
 class ToolCallStream:
-    """The same for text that comes in pieces: content goes through until a call may begin; from there on all is kept to the end."""
+    """The same for text that comes in pieces: content goes through until a call may begin; from there on all is kept to the end.
 
-    def __init__(self) -> None:
-        self._kept = ""
+    Args:
+        reader: Of the base model.
+        tools: That were offered.
+    """
+
+    def __init__(self, reader: ToolCallReader, tools: Sequence[Tool]) -> None:
+        self._reader, self._tools = reader, tools
+        self._opens = regex.compile(reader.form.opens, regex.DOTALL)
+        self._text = ""
+        self._passed = 0
 
     def push(self, text: str) -> str:
         """What is content for certain."""
-        self._kept += text
-        start = self._kept.find(_OPEN)
-        if start < 0:
-            start = len(self._kept) - beginning_of(_OPEN, self._kept)
+        self._text += text
+        match = self._opens.search(self._text, self._passed, partial=True)
+        end = len(self._text) if match is None else match.start()
         # White space before a call is no content.
-        start = len(self._kept[:start].rstrip())
-        passed, self._kept = self._kept[:start], self._kept[start:]
-        return passed
+        end = self._passed + len(self._text[self._passed : end].rstrip())
+        begin, self._passed = self._passed, end
+        return self._text[begin:end]
 
     def end(self) -> tuple[str, list[ToolCall]]:
         """What is left: content, and the calls."""
-        rest, self._kept = self._kept, ""
-        return parse_tool_calls(rest)
-
-
-def _call(text: str) -> ToolCall | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        return None
-    arguments = value.get("arguments", {})
-    if isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    if not isinstance(arguments, str):
-        return None
-    return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=ToolCallFunction(name=value["name"], arguments=arguments))
+        return self._reader.parse(self._text[self._passed :], self._tools)

@@ -99,6 +99,15 @@ class ChatText:
             self._last = (asked, np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32))
         return self._last[1]
 
+    def conversation(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None) -> list[int]:
+        """Token ids of a conversation as it stands, without a question for more.
+
+        Raises:
+            ChatTextError: no template, or it raised.
+        """
+        text = self._render([_plain(item) for item in items], tools, add_generation_prompt=False)
+        return self._encoded(text)[0]
+
     def spoken(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None, *, end: bool = False) -> Spoken:
         """Token ids of a conversation that ends with an assistant's turn, and which of them are that turn's own.
 

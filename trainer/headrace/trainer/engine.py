@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
+from headrace.core.job_outcome import turn_messages
 from headrace.schemas.state import Fingerprint, TrainingScalars
 from headrace.trainer.batches import RowShape, policy_updates, sft_options, sft_updates
 from headrace.trainer.computed import Clock, ComputedStep
 from headrace.trainer.deepspeed_setup import device, join_world, over_ranks
-from headrace.trainer.metrics import peak_memory, reset_peak_memory
+from headrace.trainer.metrics import peak_memory, reset_peak_memory, turn_counts
 from headrace.trainer.options import StepOptions, resolve
 from headrace.trainer.passes import StepPasses
 from headrace.trainer.plan import BaseSource, Saved, SavePlan, StepPlan, StepResult
@@ -106,7 +107,7 @@ class TrainingEngine:
         clock = Clock.start()
         reset_peak_memory()
         options = _options(plan)
-        self._warn(plan.state.model_id, options)
+        self._warn(plan, options)
         loaded = self._resident.at(plan)
         seed = seed_of(plan)
         _seed_generators(seed)
@@ -153,11 +154,14 @@ class TrainingEngine:
         save_state(Path(plan.folder), plan.state, self._resident.holding(plan.state).trainable)
         return Saved()
 
-    def _warn(self, model_id: str, options: StepOptions) -> None:
-        """Each warning once, by rank 0."""
-        for warning in options.warnings if self._seat.rank == 0 else ():
-            if (model_id, warning) not in self._warned:
-                self._warned.add((model_id, warning))
+    def _warn(self, plan: StepPlan, options: StepOptions) -> None:
+        """Each warning once a model, by rank 0."""
+        if self._seat.rank != 0:
+            return
+        model_id = plan.state.model_id
+        for kind, warning in {**{text: text for text in options.warnings}, **turn_messages(turn_counts(plan.groups))}.items():
+            if (model_id, kind) not in self._warned:
+                self._warned.add((model_id, kind))
                 logger.warning("model %s: %s", model_id, warning)
 
     @staticmethod

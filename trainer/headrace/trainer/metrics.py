@@ -3,7 +3,8 @@
 Of the batch (`batch_metrics`): `groups`, `trajectories`, `groups_zero_variance`, `exceptions`, `trajectories_rejected` (members that
 their groups train without), `trajectories_truncated`, `turns_without_end` and `turns_as_context` (see `TokenizedTrajectory`);
 `reward_mean/std/min/max` (population, over all trajectories, also of groups without variance), `reward_deviation` (mean over groups of the
-deviation inside); `user/NAME` (what rollouts measured, `user_metrics.py`); `updates`, `micro_steps`, `rows`, `dummy_passes` (passes of weight zero, made where a rank had no row left); `sequences`, `trainable_tokens`, `tokens` (computed:
+deviation inside); `user/NAME` (what rollouts measured, `user_metrics.py`); `updates`, `micro_steps`, `rows`, `dummy_passes` (passes of weight
+zero, made where a rank had no row left); `sequences`, `trainable_tokens`, `tokens` (computed:
 a shared prefix counts once), `sequence_tokens` (without sharing), `sharing` (their ratio), `fill` (tokens over what the rows could
 hold), `rank_balance` (tokens over ranks * the longest row, summed over micro steps: 1 where no rank waits), `padding_tokens` (0: rows have
 none).
@@ -104,6 +105,12 @@ def token_metrics(tokens: TokenStats) -> dict[str, float]:
     return _finite(values | _by_lag(tokens.lags_N, ratio_N))
 
 
+def turn_counts(groups: Sequence[TokenizedGroup]) -> dict[str, float]:
+    """Turns that train otherwise than their sender may expect; see `TokenizedTrajectory`."""
+    members = [member for group in groups for member in group.trajectories]
+    return {name: sum(getattr(member, name) for member in members) for name in ("turns_without_end", "turns_as_context")}
+
+
 def batch_metrics(groups: Sequence[TokenizedGroup], updates: Sequence[PackedUpdate]) -> dict[str, float]:
     """Metrics of a batch and of its packed updates (several where the step makes several passes: each counts)."""
     rewards = np.array([trajectory.reward for group in groups for trajectory in group.trajectories], dtype=np.float64)
@@ -120,8 +127,7 @@ def batch_metrics(groups: Sequence[TokenizedGroup], updates: Sequence[PackedUpda
         "exceptions": sum(group.exceptions for group in groups),
         "trajectories_rejected": sum(len(group.rejected) for group in groups),
         "trajectories_truncated": sum(group.truncated for group in groups),
-        "turns_without_end": sum(member.turns_without_end for group in groups for member in group.trajectories),
-        "turns_as_context": sum(member.turns_as_context for group in groups for member in group.trajectories),
+        **turn_counts(groups),
         "updates": len(updates),
         "micro_steps": len(micro_steps),
         "rows": len(rows),

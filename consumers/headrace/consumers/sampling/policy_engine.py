@@ -4,7 +4,8 @@ Guarantees: a batch is of one policy, from its first token to its last. Gives up
 thread for it. `threads` is torch's setting for the whole process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -72,6 +73,13 @@ class PolicyEngine:
             alternatives=max(request.alternatives for request in requests),
         )
 
-    def text_of(self, token_ids: Sequence[int], *, special: bool = False) -> str:
-        """Token ids as text, without special tokens unless they are asked for."""
+    def text_of(self, token_ids: Sequence[int], *, special: bool = False, kept: Collection[int] = ()) -> str:
+        """Token ids as text, without special tokens, unless all or the `kept` ones are asked for."""
+        if kept:
+            return str(self.tokenizer.decode([i for i in token_ids if i in kept or i not in self._special], skip_special_tokens=False))
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        marked = (token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+        return frozenset({*self.tokenizer.all_special_ids, *marked})
