@@ -75,7 +75,6 @@ async def test_a_call_that_was_cut_off_stays_content(engine):
     assert choice["message"]["content"] == 'well <tool_call> {"name": "look",'
 
 
-
 OFFERED = [
     Tool.model_validate({"function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}}}})
 ]
@@ -188,7 +187,23 @@ def test_marks_that_are_special_tokens_stay_in_the_text_that_is_read(tmp_path: P
     assert {reader.tokenizer.convert_ids_to_tokens(i) for i in reader.kept_ids} == {"<tool_call>", "</tool_call>"}
 
 
-PARTS = [CALL, CODER, GLM, "a", " ", "\n", "<tool_call>", "</tool_call>", "<tool", '{"name": "g"}', "<", "[TOOL_CALLS]", "[ARGS]", "f", "{}"]
+PARTS = [
+    CALL,
+    CODER,
+    GLM,
+    "a",
+    " ",
+    "\n",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool",
+    '{"name": "g"}',
+    "<",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "f",
+    "{}",
+]
 PARTS += ['{"name": "f", "parameters": {}}', "; ", "<|python_tag|>"]
 
 

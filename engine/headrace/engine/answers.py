@@ -11,10 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from headrace.consumers.sampling.decoding import Alternatives
 from headrace.consumers.sampling.sampled_row import RowPiece
 from headrace.consumers.serving.served_model import Policy
 from headrace.engine.requests import ChatRequest, CompletionRequest
+from headrace.engine.thoughts import ThoughtReader, ThoughtStream
 from headrace.engine.tool_calls import ToolCallReader, ToolCallStream
 from headrace.schemas.chat import ToolCall
 
@@ -113,6 +116,21 @@ class _Answer(ABC):
         return f"token_id:{token_id}" if self._as_ids else self._text_of([token_id])
 
 
+class Readers:
+    """What is read out of the text of one base model's answers.
+
+    Args:
+        tokenizer: Of the base model.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.calls, self.thoughts = ToolCallReader(tokenizer), ThoughtReader(tokenizer)
+
+    def kept_ids(self, request: ChatRequest) -> frozenset[int]:
+        """Special tokens that the text must show; the first time it renders with the chat template."""
+        return self.thoughts.kept_ids | (self.calls.kept_ids if request.offers_tools else frozenset())
+
+
 class ChatAnswer(_Answer):
     """`chat.completion`.
 
@@ -121,24 +139,24 @@ class ChatAnswer(_Answer):
         policy: What it was sampled from.
         prompt: Token ids.
         text_of: Token ids as text.
-        reader: Of tool calls, if tools are offered.
+        readers: Of calls, if tools are offered, and of thoughts.
     """
 
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(
-        self, request: ChatRequest, policy: Policy, prompt: Sequence[int], text_of: TokenText, reader: ToolCallReader
-    ) -> None:
+    def __init__(self, request: ChatRequest, policy: Policy, prompt: Sequence[int], text_of: TokenText, readers: Readers) -> None:
         super().__init__(request, policy, [prompt], text_of)
         self._tools = (request.tools or []) if request.offers_tools else []
-        self._reader = reader
-        self._streams: dict[int, ToolCallStream] = {}
+        self._calls = readers.calls
+        self._marks, self._begun_thought = readers.thoughts.marks, readers.thoughts.begun([*prompt])
+        self._streams: dict[int, tuple[ThoughtStream, ToolCallStream | None]] = {}
 
     def _choice(self, piece: RowPiece) -> Json:
-        content, calls = self._reader.parse(piece.text, self._tools) if self._tools else (piece.text, [])
-        message: Json = {"role": "assistant", "content": (content or None) if calls else content, "refusal": None}
+        thought, content, calls = self._read(piece)
+        message: Json = {"role": "assistant", "content": (content or None) if calls or thought else content, "refusal": None}
+        message |= _named(thought)
         if calls:
             message["tool_calls"] = [_call_json(call) for call in calls]
         return {
@@ -150,16 +168,11 @@ class ChatAnswer(_Answer):
         }
 
     def _delta(self, piece: RowPiece, *, first: bool) -> Json:
-        content, calls = piece.text, list[ToolCall]()
-        if self._tools:
-            stream = self._streams.setdefault(piece.index, ToolCallStream(self._reader, self._tools))
-            content = stream.push(content)
-            if piece.finish is not None:
-                rest, calls = stream.end()
-                content += rest
-        delta: Json = {"content": content} if content or not calls else {}
+        thought, content, calls = self._read(piece)
+        delta: Json = {"content": content} if content or not (calls or thought) else {}
         if first:
             delta = {"role": "assistant", "content": content}
+        delta |= _named(thought)
         if calls:
             delta["tool_calls"] = [{"index": i, **_call_json(call)} for i, call in enumerate(calls)]
         choice: Json = {
@@ -171,6 +184,24 @@ class ChatAnswer(_Answer):
         if piece.finish is not None:
             choice["stop_reason"] = piece.stopped_by
         return choice
+
+    def _read(self, piece: RowPiece) -> tuple[str, str, list[ToolCall]]:
+        """Thought, content and calls that a piece adds."""
+        if piece.index not in self._streams:
+            calls_of = ToolCallStream(self._calls, self._tools) if self._tools else None
+            self._streams[piece.index] = ThoughtStream(self._marks, begun=self._begun_thought), calls_of
+        thoughts, stream = self._streams[piece.index]
+        thought, content = thoughts.push(piece.text)
+        calls: list[ToolCall] = []
+        if piece.finish is not None:
+            last_thought, rest = thoughts.end()
+            thought, content = thought + last_thought, content + rest
+        if stream is not None:
+            content = stream.push(content)
+            if piece.finish is not None:
+                rest, calls = stream.end()
+                content += rest
+        return thought, content, calls
 
     def _logprobs(self, piece: RowPiece) -> Json | None:
         if self._alternatives is None:
@@ -230,6 +261,11 @@ class CompletionAnswer(_Answer):
 
 def _finish(piece: RowPiece, calls: Sequence[ToolCall]) -> str | None:
     return "tool_calls" if calls and piece.finish == "stop" else piece.finish
+
+
+def _named(thought: str) -> Json:
+    """A thought under both of its names: clients know one or the other."""
+    return {"reasoning": thought, "reasoning_content": thought} if thought else {}
 
 
 def _call_json(call: ToolCall) -> Json:

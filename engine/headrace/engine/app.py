@@ -23,10 +23,9 @@ from headrace.consumers.sampling.sampled_row import RowPiece
 from headrace.consumers.serving.served_model import Policy
 from headrace.consumers.serving.served_models import ServedModels
 from headrace.core.http_server import host_of, is_foreign_page, is_loopback
-from headrace.engine.answers import ChatAnswer, CompletionAnswer
+from headrace.engine.answers import ChatAnswer, CompletionAnswer, Readers
 from headrace.engine.errors import ApiError, error_body, install_errors
 from headrace.engine.requests import ChatRequest, read_chat, read_completion
-from headrace.engine.tool_calls import ToolCallReader
 from headrace.trainer.chat_text import ChatText
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -57,7 +56,7 @@ def engine_app(
 
     app = FastAPI(title="Headrace engine", openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(check_page)])
     install_errors(app)
-    reader = ToolCallReader(engine.tokenizer)
+    readers = Readers(engine.tokenizer)
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
@@ -65,9 +64,9 @@ def engine_app(
         async with AsyncExitStack() as held:
             policy = await held.enter_async_context(served.policy(request.model))
             prompt = await asyncio.to_thread(_chat_prompt, engine, request, policy)
-            kept = await asyncio.to_thread(lambda: reader.kept_ids) if request.offers_tools else frozenset[int]()
+            kept = await asyncio.to_thread(readers.kept_ids, request)
             job = SampleJob(policy.weights, request.rows(prompt, engine.facts), partial(engine.text_of, kept=kept))
-            answer = ChatAnswer(request, policy, prompt, lambda ids: engine.text_of(ids, special=True), reader)
+            answer = ChatAnswer(request, policy, prompt, lambda ids: engine.text_of(ids, special=True), readers)
             return await _answered(http, batcher, job, answer, policy, stream=bool(request.stream), held=held)
 
     @app.post("/v1/completions")

@@ -1,7 +1,7 @@
 """In which form a model calls tools: what its chat template writes for a call says it.
 
 A form is a transformers response template for the part of an answer that holds calls, so that its parser reads them (JSON, or tags whose
-values the tools' schemas give their types). A tokenizer that ships a `response_template` names its form itself. Else the forms of the common
+values the tools' schemas give their types). A tokenizer that ships a `response_template` names its form itself. Else the forms of common
 families are tried: a call is rendered with the model's template, and the form that reads the same call back is the one.
 
 Guarantees: what does not parse is no call, and nothing raises. Limitations: a form that no one names here (Harmony, Python calls) is not
@@ -9,7 +9,7 @@ read; `unknown` then says why, and calls between `<tool_call>` tags are looked f
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ _NAME = r"(?P<name>[\w.:-]+)"
 _BY_NAME = {"name": "{name}", "arguments": "{content}"}
 
 
-def _spec(**field: Any) -> dict[str, Any]:
+def _spec(**field: Any) -> dict[str, Any]:  # noqa: ANN401 - a response template's field
     """A response template with nothing but calls."""
     return {"start_anchor": "\0", "fields": {"tool_calls": {"repeats": True, "transform": {"function": "{content}"}, **field}}}
 
@@ -44,7 +44,7 @@ class ToolForm:
 
     def calls(self, region: str, tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
         """The calls in a region as (name, arguments as JSON); none if it does not parse."""
-        offered = [canonical_tool(tool) for tool in tools]
+        offered: list[dict[Any, Any] | Callable[..., Any]] = [canonical_tool(tool) for tool in tools]
         names = {tool.function.name for tool in tools}
         for place, spec in enumerate(self.specs):
             try:
@@ -101,7 +101,11 @@ LLAMA = ToolForm(
     name="JSON with parameters",
     opens=r"\A\s*\{|<\|python_tag\|>",
     region=r"(?:\A\s*(?:<\|python_tag\|>)?|<\|python_tag\|>)\s*\{.*\Z",
-    specs=(_spec(open_pattern=r"(?:\A|;)\s*(?:<\|python_tag\|>)?\s*(?=\{)", close_pattern=r"(?=;\s*(?:<\|python_tag\|>)?\s*\{)", content="json"),),
+    specs=(
+        _spec(
+            open_pattern=r"(?:\A|;)\s*(?:<\|python_tag\|>)?\s*(?=\{)", close_pattern=r"(?=;\s*(?:<\|python_tag\|>)?\s*\{)", content="json"
+        ),
+    ),
     offered_only=frozenset({0}),
 )
 FORMS = (TAGS, MISTRAL, LLAMA)

@@ -1,8 +1,8 @@
 """JSON text to values to models and back, with errors that name the field.
 
 Guarantees: a failure is a `CodecError` with a reason and a path, whatever the bytes or the values are. orjson refuses `NaN` and
-`Infinity`, and lone surrogates, as text without saying where; only then the text is parsed again, leniently, to name the path. What orjson can't write,
-or would write as null, is refused with its path before it is sent.
+`Infinity`, and lone surrogates, as text without saying where; only then the text is parsed again, leniently, to name the path. What orjson
+can't write, or would write as null, is refused with its path before it is sent.
 """
 
 import json

@@ -129,12 +129,7 @@ def lift(choice: dict[str, Any], path: str) -> SampledTokens | None:
     Raises:
         CodecError: see `SampledTokens.of`; also when ids are said twice and differ.
     """
-    token_ids, plain, versions, span = (choice.pop(key, None) for key in ("token_ids", "token_logprobs", "policy_versions", "token_span"))
-    if span is not None:
-        raise CodecError(Reason.SPAN_MISMATCH, f"{path}.token_span", "only the safetensors form has spans: leave it out")
-    for key, value in (("token_ids", token_ids), ("token_logprobs", plain), ("policy_versions", versions)):
-        if value is not None and not isinstance(value, list):
-            raise CodecError(Reason.INVALID_SCHEMA, f"{path}.{key}", f"{type(value).__name__} where a list is needed")
+    token_ids, plain, versions = _popped_lists(choice, path)
     entries, source = _entries(choice, path)
     if entries is not None and plain is not None:
         raise CodecError(Reason.INVALID_SCHEMA, f"{path}.token_logprobs", f"also said by logprobs.{source}: give one of them")
@@ -151,15 +146,25 @@ def lift(choice: dict[str, Any], path: str) -> SampledTokens | None:
         token_ids = []
         choice["logprobs"] = _without_entries(choice["logprobs"], "content", [])
     if token_ids is None:
-        if versions is not None:
-            raise CodecError(Reason.LENGTH_MISMATCH, f"{path}.policy_versions", "there are no token ids that they could belong to")
-        if plain is not None and entries is None:
-            raise CodecError(Reason.LENGTH_MISMATCH, f"{path}.token_logprobs", "there are no token_ids that they could belong to")
+        for key, value in (("policy_versions", versions), ("token_logprobs", None if entries is not None else plain)):
+            if value is not None:
+                raise CodecError(Reason.LENGTH_MISMATCH, f"{path}.{key}", "there are no token_ids that they could belong to")
         return None
     turn = SampledTokens.of(token_ids, plain, versions, path)
     if entries is not None:
         choice["logprobs"] = _without_entries(choice["logprobs"], source, entries)
     return turn
+
+
+def _popped_lists(choice: dict[str, Any], path: str) -> list[list[Any] | None]:
+    """The plain lists of a raw choice, taken out of it."""
+    if choice.pop("token_span", None) is not None:
+        raise CodecError(Reason.SPAN_MISMATCH, f"{path}.token_span", "only the safetensors form has spans: leave it out")
+    found = [(key, choice.pop(key, None)) for key in ("token_ids", "token_logprobs", "policy_versions")]
+    for key, value in found:
+        if value is not None and not isinstance(value, list):
+            raise CodecError(Reason.INVALID_SCHEMA, f"{path}.{key}", f"{type(value).__name__} where a list is needed")
+    return [value for _, value in found]
 
 
 def carried(choice: dict[str, Any]) -> str | None:

@@ -2,7 +2,7 @@
 
 A sample's reward is the sum of weight times metric over the metrics of `rewardWeights`; with none listed, the only metric there is.
 Guarantees: a line that can't be read says its number, the sample and what is wrong; every line has as many samples as the first. Gives up:
-token ids; these files have text, and every assistant turn of a sample trains.
+token ids; these files have text, and the completion of a sample trains.
 """
 
 import math
