@@ -4,8 +4,8 @@ Of the batch (`batch_metrics`): `groups`, `trajectories`, `groups_zero_variance`
 their groups train without), `trajectories_truncated`, `turns_without_end` and `turns_as_context` (see `TokenizedTrajectory`);
 `reward_mean/std/min/max` (population, over all trajectories, also of groups without variance), `reward_deviation` (mean over groups of the
 `reward_mean/std/min/max` (population, over all trajectories, also of groups without variance), `reward_deviation` (mean over groups of the
-deviation inside); `user/NAME` (what rollouts measured, `user_metrics.py`); `updates`, `micro_steps`, `rows`, `dummy_passes` (passes of weight
-zero, made where a rank had no row left); `sequences`, `trainable_tokens`, `tokens` (computed:
+deviation inside); `user/NAME` (what rollouts measured, `user_metrics.py`); `updates`, `micro_steps`, `rows`, `dummy_passes` (passes of
+weight zero, made where a rank had no row left); `sequences`, `trainable_tokens`, `tokens` (computed:
 a shared prefix counts once), `sequence_tokens` (without sharing), `sharing` (their ratio), `fill` (tokens over what the rows could
 hold), `rank_balance` (tokens over ranks * the longest row, summed over micro steps: 1 where no rank waits), `padding_tokens` (0: rows have
 none).
