@@ -108,7 +108,7 @@ def learners() -> tuple[Learner, ...]:
     lora = ModelSettings(
         base_model="tiny",
         adaptation="lora",
-        lora=LoraSettings(rank=4, alpha=8),
+        lora=LoraSettings(r=4, alpha=8),
         batch=BatchPolicy(groups_per_step=3),
         train=TrainConfig(learning_rate=1e-2, scale_learning_rate_by_reward_std_dev=True),
         optimizer=optimizer,

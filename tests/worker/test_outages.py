@@ -1,10 +1,12 @@
 """A store or a disk that fails costs no batch: its step waits, is never counted as an attempt, and comes out as it would have."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.worker.conftest import WorkerProcess
 from tests.worker.following import Following
 from tests.worker.groups import group
 from tests.worker.stage import Commit, Stage, offsets_of, until
@@ -12,8 +14,9 @@ from tests.worker.stage import Commit, Stage, offsets_of, until
 from headrace.consumers.store_check import check_store
 from headrace.core import outages
 from headrace.core.kafka import client_options
+from headrace.core.local import LocalS3
 from headrace.core.models import ModelView
-from headrace.core.settings import StoreSettings
+from headrace.core.settings import S3Settings, Settings, StoreSettings
 from headrace.core.store import StoreMisconfiguredError, open_store
 from headrace.schemas.events import GroupRejected
 from headrace.schemas.state import ModelState, StepRecord
@@ -119,3 +122,17 @@ def unmounted(store: Path) -> Iterator[None]:
     yield
     store.rmdir()
     store.with_suffix(".unmounted").rename(store)
+
+
+async def test_a_worker_with_a_missing_bucket_ends_with_one_sentence(
+    settings: Settings, s3: LocalS3, start_worker: Callable[[Settings], WorkerProcess], tmp_path: Path
+) -> None:
+    known = {"endpoint_url": s3.endpoint_url, "access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
+    store = {"store": StoreSettings(url="s3://no-such-bucket/p"), "s3": S3Settings.model_validate(known)}
+    worker = start_worker(settings.model_copy(update=store))
+    assert await asyncio.to_thread(worker.process.wait, 90) == 1
+    said = (tmp_path / "worker.log").read_text()
+    assert "the bucket 'no-such-bucket' of s3://no-such-bucket/p" in said
+    assert "create it, or correct store.url" in said
+    assert "Traceback" not in said
+    assert "the group gave lanes" not in said
