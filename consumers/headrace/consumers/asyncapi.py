@@ -177,7 +177,10 @@ _DEAD_LETTER_HEADERS: dict[str, Any] = {
             ("offset", "Source offset."),
             ("time", "Timestamp of the source record, milliseconds since 1970, UTC."),
             ("value", "`null`: the source record had no value. Absent otherwise."),
-            ("sha256", "SHA-256 of the source record, of which a letter that is cut has the beginning. Absent otherwise, as the next three."),
+            (
+                "sha256",
+                "SHA-256 of the source record, of which a letter that is cut has the beginning. Absent otherwise, as the next three.",
+            ),
             ("key-bytes", "Bytes of the source record's key."),
             ("value-bytes", "Bytes of the source record's value."),
             ("headers", "How many headers the source record has."),
