@@ -269,7 +269,7 @@ class FileStore(ObjectStore):
                 f"the store's folder {self._root} was there and is gone: mount it, or restart with another store.url"
             )
         _make_durable_folder(self._root)
-        mark.touch()  # durable with the first object, whose put syncs this folder
+        mark.touch(mode=0o600)  # durable with the first object, whose put syncs this folder
         self._made = True
 
     def _check_there(self, where: str) -> None:
