@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +10,13 @@ from aiokafka import AIOKafkaProducer
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
+from headrace.consumers.lanes.dead_letters import dead_letter
 from headrace.core.kafka import client_options
 from headrace.core.models import model_id_of
 from headrace.core.settings import KafkaSettings
+from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import DeadLetterReason
+from headrace.schemas.topics import Topics
 
 Headrace = Callable[..., Any]
 MODEL = model_id_of("default", "maze", "solver")
@@ -114,3 +119,27 @@ def test_without_topics_the_error_says_what_to_do(headrace: Headrace, kafka: str
     ran = headrace("dlq", "list", HEADRACE_KAFKA__BOOTSTRAP_SERVERS=kafka, HEADRACE_TOPICS__PREFIX="nowhere.")
     assert ran.code == 1
     assert "has no topic nowhere.dead-letters: run `headrace topics apply`" in ran.err
+
+
+def test_a_letter_that_is_cut_says_so_and_raw_reads_the_record_where_it_is(cli: Headrace, kafka: str, topic_prefix: str) -> None:
+    value, topic = b"first " + bytes(2_000_000), topic_prefix + "trajectory-groups"
+
+    async def write() -> None:
+        options = client_options(KafkaSettings(bootstrap_servers=kafka), "test")
+        async with AIOKafkaProducer(**options, compression_type="zstd", max_request_size=4_000_000) as producer:
+            sent = await producer.send_and_wait(topic, value, key=b"k", partition=1)
+            where = {"topic": topic, "partition": 1, "offset": sent.offset, "timestamp": 1}
+            record = SimpleNamespace(**where, key=b"k", value=value, headers=())
+            letter = dead_letter(Topics(prefix=topic_prefix), record, CodecError(DeadLetterReason.NOT_JSON, "", "no JSON"), 1)
+            await producer.send_and_wait(letter.topic, letter.value, key=letter.key, partition=1, headers=list(letter.headers))
+
+    asyncio.run(write())
+    shown = cli("dlq", "show", "1:1").out
+    assert "value: 2000006 bytes" in shown
+    assert (
+        "cut: the record is too large for a letter, which has 1 bytes of 1 of the key, 0 of 0 headers and 65536 bytes of the value" in shown
+    )
+    document = cli("dlq", "show", "1:1", "--json").json
+    assert (document["bytes"], document["cut"]["key_bytes"]) == (2_000_006, 1)
+    assert CliRunner().invoke(app, ["dlq", "show", "1:1", "--raw"]).stdout_bytes == value
+    assert cli("dlq", "retry", "1:1").out == f"1:1 retried to {topic} partition 1 offset 1\n"

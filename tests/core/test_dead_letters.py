@@ -21,7 +21,7 @@ from headrace.core.resolving import Outcome, resolve
 from headrace.core.settings import KafkaSettings, Settings, TopicSettings
 from headrace.core.topic_admin import apply
 from headrace.core.topic_metadata import open_admin
-from headrace.schemas.dead_letters import DeadLetterResolved
+from headrace.schemas.dead_letters import DeadLetterResolved, record_bytes
 from headrace.schemas.envelope import seal
 from headrace.schemas.errors import CodecError
 from headrace.schemas.reasons import DeadLetterReason as Reason
@@ -278,3 +278,83 @@ def test_a_text_that_is_no_place_is_refused_with_how_to_write_one(text: str) -> 
     with pytest.raises(NoSuchLetterError, match="write PARTITION:OFFSET"):
         Place.parse(text)
     assert str(Place.parse(" 3:17 ")) == "3:17"
+
+
+async def send_large(settings: Settings, options: ClientOptions, value: bytes) -> Place:
+    """A record that is larger than a letter, and its letter."""
+    topic = settings.topic_names.trajectory_groups
+    headers: list[tuple[str, bytes]] = [("x", b"1"), ("large", bytes(20_000))]
+    async with AIOKafkaProducer(**options, compression_type="zstd", max_request_size=64 << 20) as producer:
+        await producer.send_and_wait(topic, b"before", key=b"model", partition=1)
+        await producer.send_and_wait(topic, value, key=b"model", partition=1, headers=headers)
+    record = (await groups_of(settings, options))[-1]
+    letter = dead_letter(settings.topic_names, record, CodecError(Reason.NOT_JSON, "", "no JSON"), 1)
+    assert record_bytes(letter.key, letter.value, letter.headers) < 100_000
+    async with AIOKafkaProducer(**options) as producer:
+        sent = await producer.send_and_wait(
+            letter.topic, letter.value, key=letter.key, partition=letter.partition, headers=list(letter.headers)
+        )
+    return Place(partition=sent.partition, offset=sent.offset)
+
+
+async def test_a_letter_of_a_large_record_says_what_it_is_and_its_retry_is_the_whole_record(
+    settings: Settings, options: ClientOptions
+) -> None:
+    value = b"first bytes" + bytes(17_000_000)
+    place = await send_large(settings, options, value)
+    letter, original = await get_letter(settings, place)
+    assert letter.cut is not None
+    assert (letter.size, letter.cut.key_bytes, letter.cut.headers, letter.headers) == (len(value), 5, 2, (("x", b"1"),))
+    assert original.value == value[: len(original.value or b"")]
+    assert (letter.topic, letter.partition, letter.offset) == (settings.topic_names.trajectory_groups, 1, 1)
+    (outcome,) = await retry(settings, place)
+    assert outcome.resolved is not None
+    records = await groups_of(settings, options)
+    assert (records[-1].offset, records[-1].value, records[-1].headers) == (outcome.resolved.new_offset, value, records[1].headers)
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["deleted", "another record"])
+async def test_a_large_record_that_is_not_there_any_more_is_not_retried_and_can_be_dropped(
+    settings: Settings, options: ClientOptions, gone: bool
+) -> None:
+    place, fine = await send_large(settings, options, b"x" * 2_000_000), await die(settings, options, partition=1)
+    topic = settings.topic_names.trajectory_groups
+    if gone:
+        async with open_admin(options) as admin:
+            await admin.delete_records({TopicPartition(topic, 1): RecordsToDelete(before_offset=2)})
+    else:
+        async with AIOKafkaProducer(**options) as producer:
+            other = SimpleNamespace(topic=topic, partition=1, offset=0, timestamp=-1, key=b"model", value=b"x" * 2_000_000, headers=())
+            letter = dead_letter(settings.topic_names, other, CodecError(Reason.NOT_JSON, "", "no JSON"), 1)
+            sent = await producer.send_and_wait(letter.topic, letter.value, key=letter.key, partition=1, headers=list(letter.headers))
+            place = Place(partition=1, offset=sent.offset)
+    refused, sent_again = await retry(settings, place, fine)
+    assert "only the beginning of the record" in (refused.refused or "")
+    assert ("is not there any more" if gone else "another record is there now") in (refused.refused or "")
+    assert sent_again.resolved is not None
+    (dropped,) = await resolve(settings, "dropped", [place], by="ada")
+    assert dropped.resolved is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "headers"),
+    [
+        (bytes(1_500_001), None, ()),
+        (b"k", bytes(1_500_000), ()),
+        (b"k", b"v", (("h", bytes(1_500_000)),)),
+        (b"k", b"v", tuple(("", None) for _ in range(200_000))),
+        (None, b"v", (("é" * 800_000, None),)),
+        (bytes(1_499_000), None, ()),
+    ],
+)
+async def test_a_letter_always_fits_whatever_its_record_holds(
+    settings: Settings, options: ClientOptions, key: bytes | None, value: bytes | None, headers: tuple[tuple[str, bytes | None], ...]
+) -> None:
+    where = {"topic": settings.topic_names.trajectory_groups, "partition": 0, "offset": 7, "timestamp": 2**62}
+    error = CodecError(Reason.INVALID_SCHEMA, "é" * 5000, "\ud800" * 5000)
+    letter = dead_letter(settings.topic_names, SimpleNamespace(**where, key=key, value=value, headers=headers), error, 0)
+    async with AIOKafkaProducer(**options, max_request_size=16 << 20) as producer:
+        await producer.send_and_wait(letter.topic, letter.value, key=letter.key, partition=0, headers=list(letter.headers))
+    (found,) = await list_letters(settings)
+    assert (found.offset, found.size) == (7, None if value is None else len(value))
+    assert (found.cut is None) == (key == bytes(1_499_000))

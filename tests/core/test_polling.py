@@ -1,16 +1,20 @@
 """Polls of a real log in which somebody has written what the client can't hand over."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
 import pytest
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from tests.unreadable import UNREADABLE, send_batch, send_torn, send_unreadable
 
+from headrace.core import polling, unpacking
 from headrace.core.kafka import ClientOptions
 from headrace.core.polling import UnreadableRecord, next_record, poll, readable
+from headrace.core.raw_fetch import MOST_UNREAD
 from headrace.core.reading import read_to_end
+from headrace.schemas.reasons import DeadLetterReason
 
 MakeTopic = Callable[..., Awaitable[str]]
 Producing = Callable[..., AbstractAsyncContextManager[AIOKafkaProducer]]
@@ -119,6 +123,59 @@ async def test_what_is_left_out_is_said_once_with_its_place(
         for _ in range(2):
             assert [record.value for record in await read_to_end(options, topic)] == [b"fine"]
     assert [record.getMessage() for record in caplog.records if topic in record.getMessage()] == [
-        f"left out: {topic} partition 0 offset 1 can't be read: a header's name is no UTF-8 text, or its batch can't be decompressed"
+        f"left out: {topic} partition 0 offset 1 can't be read: a header's name is no UTF-8 text"
     ]
     assert readable([]) == []
+
+
+@pytest.mark.parametrize("compression", [1, 2, 3, 4], ids=["gzip", "snappy", "lz4", "zstd"])
+async def test_a_batch_that_unpacks_to_more_than_the_bound_is_passed_by(
+    options: ClientOptions, make_topic: MakeTopic, producing: Producing, monkeypatch: pytest.MonkeyPatch, compression: int
+) -> None:
+    monkeypatch.setattr(unpacking, "MAX_BATCH_BYTES", 1_000_000)
+    topic = await make_topic("bombs")
+    async with producing() as producer:
+        await producer.send_and_wait(topic, b"before", partition=0)
+        first = await send_batch(producer, topic, 0, [(b"k", bytes(600_000), [])] * 2, compression=compression)
+        await send_batch(producer, topic, 0, [(b"k", bytes(600_000), [])], compression=compression)
+        last = await send_batch(producer, topic, 0, [(b"k", b"", [])] * (MOST_UNREAD + 500) + [(b"k", bytes(10**6), [])], compression=4)
+        end = (await producer.send_and_wait(topic, b"after", partition=0)).offset
+    where = TopicPartition(topic, 0)
+    found: list[ConsumerRecord] = []
+    async with AIOKafkaConsumer(topic, **options, **READS) as consumer:
+        while await consumer.position(where) <= end:
+            found += (await poll(consumer, timeout_ms=200)).get(where, [])
+    unread = {record.offset: record.error for record in found if isinstance(record, UnreadableRecord)}
+    assert list(unread) == [first, first + 1, *range(last, last + MOST_UNREAD)]
+    assert {error.reason for error in unread.values()} == {DeadLetterReason.TOO_LARGE}
+    assert f"the records behind it up to offset {end - 1}" in unread[last + MOST_UNREAD - 1].detail
+    assert [len(record.value) for record in found if not isinstance(record, UnreadableRecord)] == [6, 600_000, 5]
+
+
+async def test_one_call_ends_once_it_has_enough_bytes_and_a_cancelled_one_moves_nothing(
+    options: ClientOptions, make_topic: MakeTopic, producing: Producing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(polling, "_ENOUGH_BYTES", 1_000)
+    topic = await make_topic("many")
+    async with producing() as producer:
+        await send_batch(producer, topic, 0, [(b"k", bytes(100), [])] * 40)
+    where = TopicPartition(topic, 0)
+    async with AIOKafkaConsumer(**options, **READS) as consumer:
+        consumer.assign([where])
+        consumer.seek(where, 0)
+        first = (await poll(consumer, timeout_ms=10_000))[where]
+        assert len(first) == 16
+        plain, calls = consumer.getmany, 0
+
+        async def cancelled(*args: object, **more: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise asyncio.CancelledError
+            return await plain(*args, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(consumer, "getmany", cancelled)
+            with pytest.raises(asyncio.CancelledError):
+                await poll(consumer, timeout_ms=10_000)
+        assert [record.offset for record in (await poll(consumer, timeout_ms=10_000))[where]] == [*range(16, 32)]

@@ -111,3 +111,56 @@ def test_what_killed_writers_left_half_written_is_swept_once_it_is_old(tmp_path:
     assert [partial.exists() for partial in partials] == [False, False, True, True]
     assert not (tmp_path / "m/2").exists(), "a folder that had nothing else goes with it"
     assert store.get_bytes("m/1/whole") == b"x"
+
+
+def test_only_the_owner_can_enter_the_folders_of_a_store(tmp_path: Path) -> None:
+    FileStore(tmp_path / "data" / "store").put_bytes_if_absent("a/b/k", b"x")
+    made = list(tmp_path.rglob("*"))
+    assert {path: oct(path.stat().st_mode & 0o077) for path in made} == dict.fromkeys(made, "0o0")
+
+
+def test_no_symbolic_link_leads_out_of_the_store(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    (outside / f"{TEMPORARY_PREFIX}old").write_bytes(b"half")
+    root = tmp_path / "store"
+    store = FileStore(root)
+    store.put_bytes_if_absent("kept", b"x")
+    (root / "file").symlink_to(outside / "secret")
+    (root / "folder").symlink_to(outside)
+    (root / "dangling").symlink_to(outside / "new")
+    calls: list[Callable[[str], object]] = [
+        store.get_bytes,
+        store.head,
+        store.delete,
+        lambda key: list(store.get_chunks(key)),
+        lambda key: store.get_range(key, 0, 1),
+        lambda key: store.get_file(key, tmp_path / "fetched"),
+        lambda key: store.put_bytes_if_absent(key, b"secret"),
+    ]
+    for key in ("file", "folder/secret", "folder/new", "dangling"):
+        for call in calls:
+            with pytest.raises(StoreUnavailableError, match="symbolic link"):
+                call(key)
+    assert [stored.key for stored in store.list()] == ["kept"]
+    assert store.sweep("", datetime.now(UTC) + timedelta(days=1)) == 0
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == {"secret": b"secret", f"{TEMPORARY_PREFIX}old": b"half"}
+
+
+def test_a_store_may_itself_be_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    store = FileStore(tmp_path / "link" / "store")
+    store.put_bytes_if_absent("a/k", b"x")
+    assert store.get_bytes("a/k") == b"x"
+
+
+def test_names_that_look_like_partial_files_are_kept_side_by_side(tmp_path: Path) -> None:
+    files = {"A": b"1", "A.partial": b"2", "A.partial.partial": b"3"}
+    store = FileStore(tmp_path / "store")
+    for key, data in files.items():
+        store.put_bytes_if_absent(key, data)
+    for key in reversed(files):
+        store.get_file(key, tmp_path / "fetched" / key)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "fetched").iterdir()} == files

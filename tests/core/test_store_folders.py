@@ -19,6 +19,7 @@ from headrace.core.store import (
     read_manifest,
     store_folder,
 )
+from headrace.core.store.keys import TEMPORARY_PREFIX
 from headrace.schemas.weights import Manifest, WeightsRef
 
 FILES = {"a.safetensors": b"A" * 5000, "sub/b.json": b"{}", "empty": b""}
@@ -135,7 +136,7 @@ def test_an_interrupted_fetch_keeps_what_is_right_and_fetches_only_the_rest(stor
         fetch_folder(store, ref.uri, ref.digest, dest)
     store.put_bytes_if_absent("models/m/weights/1/sub/b.json", FILES["sub/b.json"])
     store.delete("models/m/weights/1/a.safetensors")  # is there already: not asked for again
-    fill(tmp_path / "dest.partial", {"leftover": b"of another version", "empty": b"wrong"})
+    fill(tmp_path / f"{TEMPORARY_PREFIX}dest", {"leftover": b"of another version", "empty": b"wrong"})
     fetch_folder(store, ref.uri, ref.digest, dest)
     assert content(dest) == FILES
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import multiprocessing
 import socket
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -39,6 +41,20 @@ def test_a_token_is_kept_as_a_digest_and_can_be_revoked(tmp_path: Path) -> None:
     assert stored.is_of(token.split("_", 2)[2])
     revoke_token(file, stored.id)
     assert list_tokens(file) == []
+
+
+def test_creates_and_revokes_of_many_processes_undo_nothing(tmp_path: Path) -> None:
+    file, link = tmp_path / "deep" / "tokens", tmp_path / "link"
+    link.symlink_to(file)
+    revoked = [create_token(file, account="acme", owner=f"old-{n}")[0].id for n in range(12)]
+    with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        created = [pool.submit(create_token, where, account="acme", owner=f"new-{n}") for n, where in enumerate([file, link] * 6)]
+        gone = [pool.submit(revoke_token, where, token) for token, where in zip(revoked, [link, file] * 6, strict=True)]
+        assert [each.result().id for each in gone] == revoked
+        kept = {each.result()[0].id for each in created}
+    assert {token.id for token in list_tokens(file)} == kept
+    assert link.is_symlink()
+    assert file.parent.stat().st_mode & 0o077 == 0
 
 
 async def test_a_body_beyond_the_limit_is_413_and_not_read(kafka: str, topic_prefix: str, tmp_path: Path) -> None:

@@ -68,8 +68,15 @@ async def learner(settings: Settings, name: str = "learner", *, max_policy_lag: 
 
 def environment_of(settings: Settings) -> dict[str, str]:
     """The settings as the environment of a process."""
+    kafka = settings.kafka
+    login = {
+        "HEADRACE_KAFKA__SECURITY_PROTOCOL": kafka.security_protocol,
+        "HEADRACE_KAFKA__SASL_MECHANISM": kafka.sasl_mechanism,
+        "HEADRACE_KAFKA__SASL_USERNAME": kafka.sasl_username,
+        "HEADRACE_KAFKA__SASL_PASSWORD": kafka.sasl_password and kafka.sasl_password.get_secret_value(),
+    }
     catalogue = {name: entry.model_dump(mode="json") for name, entry in settings.base_models.items()}
-    return {
+    return {name: value for name, value in login.items() if value is not None} | {
         "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": str(settings.kafka.bootstrap_servers),
         "HEADRACE_TOPICS": settings.topics.model_dump_json(),
         "HEADRACE_STORE": settings.store.model_dump_json(),

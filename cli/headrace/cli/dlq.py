@@ -6,6 +6,7 @@ What a letter holds was written by somebody else: characters that a terminal wou
 import asyncio
 import base64
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -75,13 +76,16 @@ def show(
     """Show a dead letter: what is wrong, the original's headers, and its value."""
     import orjson  # noqa: PLC0415
 
-    from headrace.core.dead_letters import Place, get_letter  # noqa: PLC0415
+    from headrace.core.dead_letters import CLIENT_ID, Place, get_letter, open_cut  # noqa: PLC0415
+    from headrace.core.kafka import client_options  # noqa: PLC0415
     from headrace.core.settings import Settings  # noqa: PLC0415
 
     if raw and as_json:
         raise typer.BadParameter("--raw gives bytes, --json gives JSON: leave one of them out", param_hint="--raw")
     letter, original = asyncio.run(get_letter(Settings(), Place.parse(place)))
     if raw:
+        if letter.cut is not None:
+            original = asyncio.run(open_cut(client_options(Settings().kafka, CLIENT_ID), letter))
         if original.value is None:
             typer.echo("the original has no value", err=True)
         sys.stdout.buffer.write(original.value or b"")
@@ -219,6 +223,7 @@ def _as_dict(letter: "DeadLetter") -> dict[str, Any]:
         "sent_at": letter.sent_at,
         "written_at": letter.written_at,
         "bytes": letter.size,
+        "cut": None if letter.cut is None else asdict(letter.cut),
         **_encoded("key", letter.key),
         "headers": [{"name": name, **_encoded("value", value)} for name, value in letter.headers],
         "resolved": None if letter.resolved is None else letter.resolved.model_dump(mode="json"),
@@ -264,15 +269,23 @@ def _print(letter: "DeadLetter", original: "Original") -> None:
         ("key", _text(letter.key)),
         *((f"header {name}", _text(value)) for name, value in letter.headers),
         ("became of it", _fate(letter)),
-        ("value", "null" if original.value is None else f"{len(original.value)} bytes"),
+        ("value", "null" if original.value is None else f"{letter.size} bytes"),
     ]
+    if letter.cut is not None:
+        has = f"{len(letter.key or b'')} bytes of {letter.cut.key_bytes} of the key, {len(letter.headers)} of {letter.cut.headers} headers"
+        value = f"{len(original.value or b'')} bytes of the value"
+        lines.append(("cut", f"the record is too large for a letter, which has {has} and {value}"))
+        lines.append(
+            ("SHA-256", f"{letter.cut.sha256} of the whole record, which --raw and retry read where it is, until retention takes it")
+        )
     for name, value in lines:
         typer.echo(f"{plain(name)}: {plain(value)}")
     if original.value:
         text = _text(original.value)
         typer.echo("\n".join(plain(line) for line in text[:_SHOWN].splitlines()))
         if len(text) > _SHOWN:
-            typer.echo(f"… and {len(text) - _SHOWN} more characters: --raw gives all of it")
+            more = f"{len(text) - _SHOWN} more characters" if letter.cut is None else "more"
+            typer.echo(f"… and {more}: --raw gives all of it")
 
 
 def _text(data: bytes | None) -> str:

@@ -111,7 +111,7 @@ def _messages() -> dict[str, Any]:
     messages["DeadLetter"] = {
         "name": "DeadLetter",
         "title": "A record that could not be read",
-        "summary": "The original key, value and headers, untouched, and why.",
+        "summary": "The original key, value and headers, untouched (of a large record their beginnings), and why.",
         "contentType": "application/octet-stream",
         "headers": {"$ref": "#/components/schemas/DeadLetterHeaders"},
         "payload": {"type": "string", "format": "binary"},
@@ -177,6 +177,13 @@ _DEAD_LETTER_HEADERS: dict[str, Any] = {
             ("offset", "Source offset."),
             ("time", "Timestamp of the source record, milliseconds since 1970, UTC."),
             ("value", "`null`: the source record had no value. Absent otherwise."),
+            (
+                "sha256",
+                "SHA-256 of the source record, of which a letter that is cut has the beginning. Absent otherwise, as the next three.",
+            ),
+            ("key-bytes", "Bytes of the source record's key."),
+            ("value-bytes", "Bytes of the source record's value."),
+            ("headers", "How many headers the source record has."),
         )
     },
 }

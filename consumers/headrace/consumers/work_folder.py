@@ -15,6 +15,7 @@ import re
 import shutil
 from pathlib import Path
 
+from headrace.core.private_folder import make_private_folder
 from headrace.core.store.errors import plain_os_error
 
 logger = logging.getLogger(__name__)
@@ -46,14 +47,14 @@ class WorkFolder:
 
 def _made(parent: Path) -> tuple[Path, int]:
     """A new folder, and the descriptor that holds it."""
-    parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(parent)
     for folder in parent.iterdir():
         if _NAME.fullmatch(folder.name):
             _clear_if_dead(folder)
     for number in itertools.count(1):
         path = parent / (f"worker-{os.getpid()}" + (f"-{number}" if number > 1 else ""))
         with contextlib.suppress(FileExistsError):
-            path.mkdir()
+            path.mkdir(mode=0o700)
             held = _hold(path)
             if held is not None:
                 return path, held

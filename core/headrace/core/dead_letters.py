@@ -1,8 +1,10 @@
 """Dead letters as people look at them: what stands in `dead-letters`, and what became of each.
 
 Guarantees: a letter shows its original's key and headers untouched, ours taken off; what somebody sent again or dropped says so. A record
-there that is neither a letter nor about one is passed by. Gives up: a letter's value, until it is asked for (`open_originals`): a listing
-holds no payloads; looking at one letter reads all that was written behind it, since what became of it stands there.
+there that is neither a letter nor about one is passed by. The original of a letter that is cut is read where it was, and must have the
+letter's digest.
+Limitations: a listing holds no values; `open_originals` reads them. Looking at one letter reads all that was written behind it, since what
+became of it stands there.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +21,14 @@ from headrace.core.kafka import ClientOptions, client_options
 from headrace.core.reading import OffsetLostError, offsets_since, stream_to_end
 from headrace.core.settings import Settings
 from headrace.core.topic_metadata import partition_count
-from headrace.schemas.dead_letters import ERROR_REASON, ERROR_VALUE, DeadLetterResolved, split_headers
+from headrace.schemas.dead_letters import (
+    ERROR_REASON,
+    ERROR_SHA256,
+    ERROR_VALUE,
+    DeadLetterResolved,
+    record_digest,
+    split_headers,
+)
 from headrace.schemas.dead_letters import is_dead_letter as is_letter
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.errors import CodecError
@@ -30,6 +39,10 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 
 class NoSuchLetterError(HeadraceError):
     """No dead letter stands at a place, or the text names no place."""
+
+
+class OriginalGoneError(HeadraceError):
+    """A letter has only the beginning of its record, and the record is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -68,6 +81,17 @@ class Original:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """An original that was too large for its letter."""
+
+    sha256: str
+    """`record_digest` of it."""
+    key_bytes: int
+    headers: int
+    """How many it has; the letter has the first ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
     """One letter, without its value."""
 
@@ -77,6 +101,8 @@ class DeadLetter:
     """The original's."""
     size: int | None
     """Bytes of the original's value; None: it had none."""
+    cut: "Cut | None"
+    """What is known of an original that the letter has only the beginning of; None: the letter has all of it."""
     reason: str
     """Of `DeadLetterReason`; a newer release may know more of them."""
     path: str
@@ -93,9 +119,9 @@ class DeadLetter:
 
     @property
     def model(self) -> str | None:
-        """The model that the key names; None: there is no key, or no text in it."""
+        """The model that the key names; None: there is no key, no text in it, or only its beginning."""
         try:
-            return None if self.key is None else self.key.decode()
+            return None if self.key is None or (self.cut is not None and self.cut.key_bytes > len(self.key)) else self.key.decode()
         except UnicodeDecodeError:
             return None
 
@@ -137,7 +163,7 @@ async def list_letters(settings: Settings, wanted: LetterFilter | None = None) -
 
 
 async def get_letter(settings: Settings, place: Place) -> tuple[DeadLetter, Original]:
-    """One letter with its original.
+    """One letter with its original; of one that is cut, with what the letter has of it.
 
     Raises:
         NoSuchLetterError: none stands there.
@@ -190,6 +216,25 @@ async def open_originals(options: ClientOptions, topic: str, partition: int, off
     return {offset: _original(record) for offset, record in (await fetch_offsets(options, topic, partition, offsets)).items()}
 
 
+async def open_cut(options: ClientOptions, letter: DeadLetter) -> Original:
+    """The original of a letter that is cut, from where it was.
+
+    Raises:
+        OriginalGoneError: it is not there any more, or another record is.
+        KafkaUnavailableError: no broker, or no such topic.
+    """
+    assert letter.cut is not None  # noqa: S101 - the caller's to see
+    where = f"{letter.topic} partition {letter.partition} offset {letter.offset}"
+    begin = f"the letter has only the beginning of the record, which was {where}"
+    try:
+        record = (await fetch_offsets(options, letter.topic, letter.partition, [letter.offset]))[letter.offset]
+    except OffsetLostError as error:
+        raise OriginalGoneError(f"{begin} and is not there any more: have its sender send it again, then drop the letter") from error
+    if record_digest(record.key, record.value, record.headers) != letter.cut.sha256:
+        raise OriginalGoneError(f"{begin}; another record is there now: have its sender send it again, then drop the letter")
+    return Original(key=record.key, value=record.value, headers=record.headers)
+
+
 async def require_partition(options: ClientOptions, topic: str, partition: int) -> None:
     """Refuse a partition that the topic does not have.
 
@@ -218,11 +263,17 @@ def open_letter(record: ConsumerRecord) -> DeadLetter:
     """
     headers, ours = split_headers(record.headers)
     value = _original(record).value
+    size = None if value is None else len(value)
+    cut = None
+    if ERROR_SHA256 in ours:
+        cut = Cut(sha256=ours[ERROR_SHA256], key_bytes=_number(ours, "key-bytes"), headers=_number(ours, "headers"))
+        size = None if value is None else _number(ours, "value-bytes")
     return DeadLetter(
         place=Place(partition=record.partition, offset=record.offset),
         key=record.key,
         headers=headers,
-        size=None if value is None else len(value),
+        size=size,
+        cut=cut,
         reason=ours[ERROR_REASON],
         path=ours.get("headrace-error-path", ""),
         detail=ours.get("headrace-error-detail", ""),

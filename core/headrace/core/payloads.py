@@ -1,8 +1,8 @@
 """Claim checks: a group that is too large for the log goes to the object store first, and the log carries where it is.
 
-Guarantees: the name is the SHA-256 of what is stored, so a repeat is the same object; `redeem` checks size and digest before it
-decompresses, and never makes more than `raw_size` bytes. Gives up: deleting payloads; they live as long as the bucket's lifecycle says.
-Blocks and computes: not for an event loop.
+Guarantees: the name is the SHA-256 of what is stored, so a repeat is the same object; `redeem` checks the claim's sizes before it reads,
+size and digest before it decompresses, and never makes more than `raw_size` bytes. Gives up: deleting payloads; they live as long as the
+bucket's lifecycle says. Blocks and computes: not for an event loop.
 """
 
 from typing import Any
@@ -21,6 +21,9 @@ ZSTD_LEVEL = 1
 """529 MB/s and half the size; higher levels gain little on trajectories."""
 MAX_RAW_BYTES = 256 * 1024 * 1024
 """The most that a claim can make a reader allocate; no group is larger."""
+
+_MAX_PACKED_BYTES = MAX_RAW_BYTES + MAX_RAW_BYTES // 128
+"""zstd makes no more of what can't be compressed."""
 
 
 class PayloadError(HeadraceError):
@@ -85,6 +88,8 @@ def redeem(store: ObjectStore, claimed: GroupClaim | GroupSet) -> memoryview:
     """
     if claimed.raw_size > MAX_RAW_BYTES:
         raise PayloadUnreadableError(f"{claimed.uri}: raw_size {claimed.raw_size} is above {MAX_RAW_BYTES} bytes")
+    if claimed.size > _MAX_PACKED_BYTES:
+        raise PayloadUnreadableError(f"{claimed.uri}: size {claimed.size} is above {_MAX_PACKED_BYTES} bytes")
     try:
         packed = _read(store, store.resolve(claimed.uri), claimed.size)
     except InvalidKeyError as error:

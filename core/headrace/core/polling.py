@@ -5,27 +5,31 @@ unpacked of other partitions. Here it is handed over as an `UnreadableRecord`: w
 with `readable`, which says so once.
 
 Guarantees: each record once, each partition in offset order, nothing lost beside one that can't be read, and no wait for partitions that
-have nothing; after an error the consumer stands where it stood. Gives up: nothing; what raises otherwise (retention, a broker that is
-away, a wrong checksum) raises here too.
+have nothing; after an error the consumer stands where it stood. What a call unpacks is bounded: a batch by `unpacking.py`, and the call
+ends once it has `_ENOUGH_BYTES`, which it asks after every few records.
+Limitations: what raises otherwise (retention, a broker that is away, a wrong checksum) raises here too.
 """
 
 import logging
-import zlib
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
-import cramjam
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import IllegalStateError
 
 from headrace.core.raw_fetch import UnreadableRecord, positions, refill, stand
+from headrace.core.unpacking import UnpackingError, bounded
 
 __all__ = ["UnreadableRecord", "leave_out", "next_record", "poll", "readable"]
 
 logger = logging.getLogger(__name__)
 
-_UNPACKING = (UnicodeDecodeError, OSError, EOFError, zlib.error, cramjam.DecompressionError, MemoryError)
-"""What aiokafka lets through of its unpacking; all that has to do with Kafka itself is a `KafkaError`."""
+_UNPACKING = (UnicodeDecodeError, UnpackingError, MemoryError)
+"""What comes of unpacking; all that has to do with Kafka itself is a `KafkaError`."""
+_FEW_RECORDS = 8
+_ENOUGH_BYTES = 16 * 1024 * 1024
+"""Keys and values of one call."""
 
 _NAMED = 16
 _said: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
@@ -51,16 +55,35 @@ async def poll(
         # Before a group has given partitions and positions, it is not known what a failed call took along: one record takes nothing.
         known = bool(before) and before.keys() >= set(partitions or consumer.assignment()) - consumer.paused()
         try:
-            found: dict[TopicPartition, list[ConsumerRecord]] = await consumer.getmany(
-                *partitions, timeout_ms=timeout_ms, max_records=max_records if known else 1
-            )
+            with bounded():
+                return await _some(consumer, partitions, timeout_ms, (max_records or math.inf) if known else 1)
         except _UNPACKING as error:
             if known and positions(consumer, partitions).keys() > before.keys():
                 raise IllegalStateError("partitions changed while their records were fetched, one of which can't be read") from error
             stand(consumer, before)  # what the failed call had unpacked of any partition is gone with it
             await refill(consumer, before)
-        else:
-            return found
+        except BaseException:
+            stand(consumer, before)
+            raise
+
+
+async def _some(
+    consumer: AIOKafkaConsumer, partitions: tuple[TopicPartition, ...], timeout_ms: int, most: float
+) -> dict[TopicPartition, list[ConsumerRecord]]:
+    """The records that are there, a few at a time, until they are enough."""
+    found: dict[TopicPartition, list[ConsumerRecord]] = {}
+    count = size = 0
+    while count < most and size < _ENOUGH_BYTES:
+        asked = int(min(_FEW_RECORDS, most - count))
+        got = await consumer.getmany(*partitions, timeout_ms=0 if found else timeout_ms, max_records=asked)
+        for where, records in got.items():
+            found.setdefault(where, []).extend(records)
+            size += sum(len(record.key or b"") + len(record.value or b"") for record in records)
+        had = sum(map(len, got.values()))
+        count += had
+        if had < asked:
+            break
+    return found
 
 
 async def next_record(consumer: AIOKafkaConsumer) -> ConsumerRecord:
@@ -72,7 +95,8 @@ async def next_record(consumer: AIOKafkaConsumer) -> ConsumerRecord:
     while True:
         before = positions(consumer)
         try:
-            record = await consumer.getone()
+            with bounded():
+                record = await consumer.getone()
         except _UNPACKING:
             await refill(consumer, before)
         else:
@@ -85,7 +109,7 @@ def readable(records: Iterable[ConsumerRecord]) -> list[ConsumerRecord]:
     kept = []
     for record in records:
         if isinstance(record, UnreadableRecord):
-            leave_out(record, "a header's name is no UTF-8 text, or its batch can't be decompressed")
+            leave_out(record, record.unread.why)
         else:
             kept.append(record)
     return kept

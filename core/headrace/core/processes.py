@@ -1,14 +1,17 @@
-"""Other processes: a child that ends with its parent, its name in `ps` and `top`, and whether one runs.
+"""Other processes: a child that ends with its parent, how much memory it may take, its name in `ps` and `top`, and whether one runs.
 
 Guarantees of `die_with`: on Linux the kernel kills the child at once, also in the middle of a computation. Gives up: elsewhere it ends
 at its next read of a pipe from the parent; and on Linux "the parent" is the thread that started the child: start it from one that lives
 as long as the process.
 """
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -39,3 +42,16 @@ def runs(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def bound_memory(share: float) -> None:
+    """Let this process have so much of the machine's memory at most, and let the kernel end it before others where memory is short.
+
+    Beyond the bound Python raises `MemoryError`. A process with a lower limit keeps it.
+    """
+    most = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * share)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    if all(limit == resource.RLIM_INFINITY or limit > most for limit in limits):
+        resource.setrlimit(resource.RLIMIT_DATA, (most, limits[1]))
+    with contextlib.suppress(OSError):  # not Linux
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")

@@ -1,16 +1,20 @@
 """One fetch whose records are unpacked here, past what aiokafka's own unpacking raises on.
 
-A broker checks a record's lengths, and takes any bytes as the name of a header, and whatever stands behind the end of a gzip stream.
-aiokafka raises on both, at each attempt, with all that it had unpacked in that call lost. This module reaches into its internals for that
+A broker checks a record's lengths, and takes any bytes as the name of a header, whatever stands behind the end of a gzip stream, and
+batches that unpack to any size. aiokafka raises on the first two, `unpacking.py` on the third, at each attempt, with all that the call had
+unpacked lost. This module reaches into its internals for that
 reason, as `consumers/lanes/swift_consumer.py` does for speed; `polling` uses it where a poll has failed, so it costs nothing before.
 
-Guarantees: isolation, limits and offsets are the consumer's own; a header's name that is no text costs its record, a batch that can't be
-decompressed costs its records, and nothing else. A batch with a wrong checksum raises: that is nobody's record, but a broken disk or
-network. Gives up: speed; records are unpacked in Python.
+Guarantees: isolation, limits and offsets are the consumer's own; a header's name that is no text, or too many headers, cost their record; a
+batch that can't be decompressed, or only to more than the bound, costs its records; nothing else is lost. A batch with a wrong checksum
+raises: that is nobody's record, but a broken disk or network.
+Limitations: records are unpacked in Python, which is slow. Of a batch that can't be decompressed the first `MOST_UNREAD` records are
+handed over, the last of these for all behind it.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.consumer.fetcher import FetchResult, PartitionRecords
@@ -19,6 +23,7 @@ from aiokafka.record.default_records import DefaultRecordBatch, _DefaultRecordBa
 from aiokafka.record.memory_records import _MemoryRecordsPy
 from aiokafka.record.util import decode_varint
 
+from headrace.core.unpacking import TooLargeError, headers_at
 from headrace.schemas.errors import CodecError
 from headrace.schemas.reasons import DeadLetterReason
 
@@ -26,16 +31,34 @@ _LAYOUT_WITH_REPLICA = 11
 """From this version on, a partition's part of a response ends with a preferred replica before the records."""
 
 
+MOST_UNREAD = 1000
+"""Records of one batch that are handed over one by one although the batch can't be decompressed: a few bytes can claim to be millions."""
+_MOST_HEADERS = 10_000
+"""Of a record that is unpacked here: each costs a microsecond of the event loop."""
+_NO_TEXT = "a header's name is no UTF-8 text"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unread:
+    """A record that is not unpacked, and why."""
+
+    offset: int
+    why: str
+    reason: DeadLetterReason = DeadLetterReason.UNREADABLE_HEADERS
+
+
 class UnreadableRecord(ConsumerRecord):  # type: ignore[misc]  # aiokafka is untyped
     """Stands for a record that the Kafka client can't hand over: of it nothing is known but its place."""
 
+    unread: Unread
+
     @classmethod
-    def at(cls, where: TopicPartition, offset: int) -> "UnreadableRecord":
-        """The record at an offset."""
-        return cls(
+    def at(cls, where: TopicPartition, unread: Unread) -> "UnreadableRecord":
+        """The record in its partition."""
+        record = cls(
             topic=where.topic,
             partition=where.partition,
-            offset=offset,
+            offset=unread.offset,
             timestamp=-1,
             timestamp_type=0,
             key=None,
@@ -45,12 +68,14 @@ class UnreadableRecord(ConsumerRecord):  # type: ignore[misc]  # aiokafka is unt
             serialized_value_size=-1,
             headers=(),
         )
+        object.__setattr__(record, "unread", unread)  # frozen
+        return record
 
     @property
     def error(self) -> CodecError:
         """Why, for its dead letter."""
-        detail = "a header's name is no UTF-8 text, or the record's batch can't be decompressed; it stays at its offset in the source topic"
-        return CodecError(DeadLetterReason.UNREADABLE_HEADERS, "headers", f"{detail} until retention takes it")
+        detail = f"{self.unread.why}; it stays at its offset in the source topic until retention takes it"
+        return CodecError(self.unread.reason, "headers" if self.unread.why == _NO_TEXT else "", detail)
 
 
 def positions(consumer: AIOKafkaConsumer, partitions: tuple[TopicPartition, ...] = ()) -> dict[TopicPartition, int]:
@@ -108,14 +133,7 @@ class _Records(PartitionRecords):  # type: ignore[misc]  # aiokafka is untyped
     """What a partition's part of a response has, without aborted records and markers."""
 
     def _consumer_record(self, tp: TopicPartition, record: object) -> ConsumerRecord:
-        return UnreadableRecord.at(tp, record.offset) if isinstance(record, _Unread) else super()._consumer_record(tp, record)
-
-
-class _Unread:
-    """In the place of a record."""
-
-    def __init__(self, offset: int) -> None:
-        self.offset = offset
+        return UnreadableRecord.at(tp, record) if isinstance(record, Unread) else super()._consumer_record(tp, record)
 
 
 class _Batches(_MemoryRecordsPy):  # type: ignore[misc]  # aiokafka is untyped
@@ -132,19 +150,34 @@ class _Batch(_DefaultRecordBatchPy):  # type: ignore[misc]  # aiokafka is untype
     def __iter__(self) -> Iterator[object]:
         try:
             self._maybe_uncompress()
+        except TooLargeError as error:
+            yield from self._unread(f"its batch is too large: {error}", DeadLetterReason.TOO_LARGE)
+            return
         except Exception:  # noqa: BLE001 - each codec has errors of its own, and a batch that can't be decompressed has no records
-            yield from map(_Unread, range(self.base_offset, self.next_offset))
+            yield from self._unread("its batch can't be decompressed", DeadLetterReason.UNREADABLE_HEADERS)
             return
         for _ in range(self._num_records):
+            _length, start = decode_varint(self._buffer, self._pos)
+            count, _ = decode_varint(self._buffer, headers_at(self._buffer, start))
+            if count > _MOST_HEADERS:
+                yield self._pass_by(f"it has {count} headers", DeadLetterReason.TOO_LARGE)
+                continue
             try:
                 yield self._read_msg()
             except UnicodeDecodeError:
-                yield self._pass_by()
+                yield self._pass_by(_NO_TEXT, DeadLetterReason.UNREADABLE_HEADERS)
 
-    def _pass_by(self) -> _Unread:
+    def _unread(self, why: str, reason: DeadLetterReason) -> Iterator[Unread]:
+        last = min(self.next_offset, self.base_offset + MOST_UNREAD) - 1
+        for offset in range(self.base_offset, last):
+            yield Unread(offset=offset, why=why, reason=reason)
+        more = "" if last == self.next_offset - 1 else f"; the same holds for the records behind it up to offset {self.next_offset - 1}"
+        yield Unread(offset=last, why=why + more, reason=reason)
+
+    def _pass_by(self, why: str, reason: DeadLetterReason) -> Unread:
         length, start = decode_varint(self._buffer, self._pos)
         _attributes, pos = decode_varint(self._buffer, start)
         _timestamp, pos = decode_varint(self._buffer, pos)
         offset, _ = decode_varint(self._buffer, pos)
         self._pos = start + length
-        return _Unread(self.base_offset + offset)
+        return Unread(offset=self.base_offset + offset, why=why, reason=reason)

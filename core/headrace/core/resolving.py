@@ -15,7 +15,7 @@ import logging
 import random
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,9 +29,11 @@ from headrace.core.dead_letters import (
     LetterFilter,
     NoSuchLetterError,
     Original,
+    OriginalGoneError,
     Place,
     list_letters,
     nothing_at,
+    open_cut,
     open_originals,
     read_letters_from,
     require_partition,
@@ -41,6 +43,7 @@ from headrace.core.kafka import ClientOptions, client_options
 from headrace.core.lanes import lane_of
 from headrace.core.settings import Settings
 from headrace.core.topic_metadata import partition_counts
+from headrace.core.unpacking import MAX_BATCH_BYTES
 from headrace.schemas.dead_letters import DeadLetterResolved
 from headrace.schemas.envelope import seal
 from headrace.schemas.reasons import DeadLetterReason
@@ -52,6 +55,7 @@ Delivery = asyncio.Future[Any]
 """What aiokafka gives for a record on its way: its topic, partition and offset."""
 _SOURCE = "headrace/dead-letters"
 _LETTERS_AT_ONCE = 32
+_BYTES_AT_ONCE = 16 * 1024 * 1024
 _TRIES = 5
 _PAUSE = (0.5, 2.0)
 """Seconds between tries, drawn from here: longer than a try takes, so that two who fenced each other do not meet again."""
@@ -59,7 +63,8 @@ _COMMIT_SECONDS = 30.0
 _STOP_SECONDS = 5.0
 _TRANSACTION_TIMEOUT_MS = 10_000
 """An open transaction holds up who reads the lane: one of a process that was killed ends after this."""
-_MAX_REQUEST_BYTES = 16 * 1024 * 1024
+_MAX_REQUEST_BYTES = 2 * MAX_BATCH_BYTES
+"""More than any record that can be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,20 +157,32 @@ class _LetterBox:
             linger_ms=0,
             retry_backoff_ms=20,
             max_request_size=_MAX_REQUEST_BYTES,
+            compression_type="zstd",  # a record may be in its topic only because it was compressed
         )
         try:
             await producer.start()
             letters = await read_letters_from(self._options, self._topic, self._partition, request.offsets[0])
             todo = [letter for offset in request.offsets if (letter := self._judge(request, offset, letters)) is not None]
-            for first in range(0, len(todo), _LETTERS_AT_ONCE):
-                part = todo[first : first + _LETTERS_AT_ONCE]
-                originals = await open_originals(self._options, self._topic, self._partition, [letter.place.offset for letter in part])
+            for part in _parts(todo):
+                originals = {}
+                if request.action == "retried":
+                    try:
+                        originals = await self._originals(part)
+                    except OriginalGoneError as error:  # a letter that is cut is a part of its own
+                        request.outcomes[part[0].place.offset] = self._outcome(part[0].place.offset, refused=str(error))
+                        continue
                 async with deadline(_COMMIT_SECONDS):
                     request.outcomes |= await self._commit(producer, request, part, originals)
         finally:
             with suppress(KafkaError, AssertionError, TimeoutError):
                 async with deadline(_STOP_SECONDS):
                     await producer.stop()
+
+    async def _originals(self, part: Sequence[DeadLetter]) -> dict[int, Original]:
+        """By the letters' offsets."""
+        if part[0].cut is not None:
+            return {part[0].place.offset: await open_cut(self._options, part[0])}
+        return await open_originals(self._options, self._topic, self._partition, [letter.place.offset for letter in part])
 
     def _judge(self, request: _Request, offset: int, letters: Mapping[Place, DeadLetter]) -> DeadLetter | None:
         """The letter, if something is to be done about it; else its outcome is noted."""
@@ -227,10 +244,13 @@ class _LetterBox:
 
     def _why_not_again(self, letter: DeadLetter) -> str | None:
         came_from = f"{letter.topic} partition {letter.partition} offset {letter.offset}"
-        if letter.reason == DeadLetterReason.UNREADABLE_HEADERS:
+        too_large = letter.reason == DeadLetterReason.TOO_LARGE and letter.key is None and letter.size is None
+        if too_large or letter.reason == DeadLetterReason.UNREADABLE_HEADERS:
+            why = "they are more than a reader takes" if too_large else "no client here can read its headers"
+            how = "in smaller batches" if too_large else "with header names in UTF-8"
             return (
-                "its bytes are not in the letter, because no client here can read its headers: the record stays at "
-                f"{came_from} until retention takes it. Have its sender send it again, with header names in UTF-8; then drop the letter"
+                f"its bytes are not in the letter, because {why}: the record stays at {came_from} until retention takes it. "
+                f"Have its sender send it again, {how}; then drop the letter"
             )
         if letter.topic not in {self._topics.trajectory_groups, self._topics.commands}:
             return (
@@ -248,6 +268,19 @@ class _LetterBox:
 
     def _outcome(self, offset: int, *, resolved: DeadLetterResolved | None = None, refused: str | None = None) -> Outcome:
         return Outcome(place=Place(partition=self._partition, offset=offset), resolved=resolved, refused=refused)
+
+
+def _parts(letters: Sequence[DeadLetter]) -> Iterator[Sequence[DeadLetter]]:
+    """The letters as transactions; one that is cut is alone: its original may be large, and may be gone."""
+    part: list[DeadLetter] = []
+    for letter in letters:
+        full = len(part) == _LETTERS_AT_ONCE or sum(other.size or 0 for other in part) > _BYTES_AT_ONCE
+        if part and (full or letter.cut is not None or part[0].cut is not None):
+            yield part
+            part = []
+        part.append(letter)
+    if part:
+        yield part
 
 
 def _resolved_already(done: DeadLetterResolved) -> str:

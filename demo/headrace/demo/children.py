@@ -20,6 +20,7 @@ from typing import Self
 from headrace.core.errors import HeadraceError
 from headrace.core.local import supervisor
 from headrace.core.local.process import tail
+from headrace.core.private_folder import make_private_folder
 
 GRACE_S = 10
 """Seconds between SIGTERM and SIGKILL."""
@@ -92,7 +93,7 @@ class Children:
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Child:
         """Start a process."""
-        self._logs.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self._logs)
         child = Child(name, command, environment, self._logs / f"{name.replace(' ', '-')}.log")
         self._children.append(child)
         return child

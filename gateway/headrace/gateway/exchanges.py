@@ -19,6 +19,7 @@ from fastapi import APIRouter
 
 from headrace.core.model_views import ModelView
 from headrace.core.store import ObjectStore
+from headrace.core.unpacking import unpack_zstd
 from headrace.gateway.access import Caller, KnownCaller
 from headrace.gateway.gate import OpenGate
 from headrace.gateway.problems import ProblemError
@@ -26,6 +27,8 @@ from headrace.schemas.base import Record, utc_now
 
 HEADER = "x-headrace-trajectory"
 router = APIRouter(tags=["inference"])
+_MOST_BYTES = 256 * 1024 * 1024
+"""Of an exchange that is read again."""
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -142,4 +145,4 @@ def _folder(caller: Caller, trajectory: str) -> str:
 
 def _read(store: ObjectStore, folder: str) -> list[Exchange]:
     keys = sorted(info.key for info in store.list(f"{folder}/"))
-    return [Exchange.model_validate(orjson.loads(bytes(cramjam.zstd.decompress(store.get_bytes(key))))) for key in keys]
+    return [Exchange.model_validate(orjson.loads(unpack_zstd(store.get_bytes(key), _MOST_BYTES))) for key in keys]

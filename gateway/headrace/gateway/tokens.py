@@ -2,21 +2,26 @@
 
 A token is `hr_<id>_<secret>`; what is kept is its id, owner, account, projects, a salt and SHA-256 of salt and secret, an object a line.
 The secret has 256 random bits, so a slow hash would add nothing. Guarantees: the secret is shown once, when it is made, and stands nowhere;
-comparing takes the same time whatever the secret; a file that was changed is read again with the next request. Gives up: expiry dates.
+comparing takes the same time whatever the secret; a file that was changed is read again with the next request; creates and revokes of
+any number of processes take turns by a lock file next to the tokens, so none undoes another, and each is durable when the call returns.
+Limitations: tokens do not expire; the file system must have `flock`.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import hmac
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.core.errors import HeadraceError
+from headrace.core.private_folder import make_private_folder
 from headrace.core.settings import GatewaySettings
 from headrace.schemas.base import utc_now
 
@@ -56,7 +61,7 @@ class Tokens:
     def __init__(self, settings: GatewaySettings) -> None:
         self._fixed = _parse(settings.tokens, "gateway.tokens")
         self._file = settings.tokens_file
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: tuple[int, int, int] | None = None
         self._of_file: dict[str, StoredToken] = {}
         self._reload()
 
@@ -83,7 +88,7 @@ class Tokens:
         except FileNotFoundError:
             self._of_file, self._stamp = {}, None
             return
-        stamp = (found.st_mtime_ns, found.st_size)
+        stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
         if stamp != self._stamp:
             self._of_file, self._stamp = _parse(self._file.read_text(encoding="utf-8").splitlines(), str(self._file)), stamp
 
@@ -101,7 +106,8 @@ def create_token(file: Path, *, account: str, owner: str, projects: Sequence[str
         )
     except ValidationError as error:
         raise TokensError("; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())) from error
-    _write(file, [*list_tokens(file), stored])
+    with _locked(file) as own:
+        _write(own, [*list_tokens(own), stored])
     return stored, f"{_PREFIX}_{stored.id}_{secret}"
 
 
@@ -122,24 +128,52 @@ def revoke_token(file: Path, token_id: str) -> StoredToken:
     Raises:
         TokensError: there is none with that id.
     """
-    there = list_tokens(file)
-    gone = next((token for token in there if token.id == token_id), None)
-    if gone is None:
-        raise TokensError(f"{file} has no token {token_id!r}; it has: {', '.join(token.id for token in there) or 'none'}")
-    _write(file, [token for token in there if token.id != token_id])
+    with _locked(file) as own:
+        there = list_tokens(own)
+        gone = next((token for token in there if token.id == token_id), None)
+        if gone is None:
+            raise TokensError(f"{file} has no token {token_id!r}; it has: {', '.join(token.id for token in there) or 'none'}")
+        _write(own, [token for token in there if token.id != token_id])
     return gone
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[Path]:
+    """Let one process at a time change the file, whose own path is given, without links.
+
+    The lock file stays: if one process removed it, two others could each lock a file of their own.
+    """
+    try:
+        own = file.resolve()
+        make_private_folder(own.parent)
+        lock = os.open(own.with_name(f".{own.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield own
+        finally:
+            os.close(lock)
+    except OSError as error:
+        raise TokensError(f"{file} can't be changed: {error.strerror}") from error
 
 
 def _write(file: Path, tokens: Iterable[StoredToken]) -> None:
     """Replace the file as a whole, readable by its owner alone."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.writelines(f"{token.model_dump_json()}\n" for token in tokens)
-            out.flush()
-            os.fsync(out.fileno())
-        Path(name).replace(file)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
+                out.writelines(f"{token.model_dump_json()}\n" for token in tokens)
+                out.flush()
+                os.fsync(out.fileno())
+            Path(name).replace(file)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError as error:
         raise TokensError(f"{file} can't be written: {error.strerror}") from error
 

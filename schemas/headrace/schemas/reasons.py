@@ -25,6 +25,8 @@ class DeadLetterReason(StrEnum):
     """A known `ce_type` of a major version that this release does not know."""
     UNREADABLE_HEADERS = "unreadable_headers"
     """Header names that are no UTF-8: the Kafka client can't hand the record over; it stays at its offset in the source topic."""
+    TOO_LARGE = "too_large"
+    """The record, a part of it, or its batch once it is unpacked, is larger than a reader takes; the detail says which."""
     MISSING_KEY = "missing_key"
     """No key, or one that is not UTF-8: the model is unknown."""
     WRONG_LANE = "wrong_lane"

@@ -7,6 +7,8 @@ number (the lane) holds all that one model is about. Partition counts are fixed 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+LANE_KEY_PREFIX = "lane:"
+"""Of the keys of lanes in `models`: no model has such an id."""
 _DAY_MS = 24 * 60 * 60 * 1000
 
 TRAJECTORY_GROUPS = "trajectory-groups"
@@ -171,4 +173,4 @@ class Topics:
 
 def lane_key(lane: int) -> str:
     """The key of a lane's own record in `models`."""
-    return f"lane:{lane}"
+    return f"{LANE_KEY_PREFIX}{lane}"

@@ -1,9 +1,9 @@
 """Decoding and tokenizing, in a process of its own: nothing that a record holds can stall or kill the event loop.
 
 Plain groups, which need no tokenizer, are read here (`plain_groups.py`): to hand them over and back costs more than to read them.
-Guarantees: one answer for each request, in order; bytes that crash the process, or keep it busy beyond a bound, cost that process and are
-refused alone, the records around them are admitted; the loop gets its turn every few milliseconds. Gives up: parallelism beyond one
-process; admission keeps the log's order.
+Guarantees: one answer for each request, in order; bytes that crash the process, or need more time or memory than a bound, cost that
+process at most and are refused alone, the records around them are admitted; the loop gets its turn every few milliseconds. Gives up:
+parallelism beyond one process; admission keeps the log's order.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from headrace.consumers.intake.admission import NOTED_BYTES, AdmissionRequest, A
 from headrace.consumers.intake.plain_groups import admit_plain, plain_size
 from headrace.consumers.intake.shared_values import HandedBack, HandedOver, Shared, SharedValues
 from headrace.core.errors import HeadraceError, OutageError
-from headrace.core.processes import die_with
+from headrace.core.processes import bound_memory, die_with
 from headrace.core.settings import Settings
 from headrace.schemas.reasons import RejectionReason
 from headrace.trainer.lengths import BaseLimits
@@ -30,6 +30,8 @@ from headrace.trainer.plan import BaseSource
 RECORD_SECONDS = 120.0
 """Processor time of one record, many times what the largest takes. What Python can stop has a bound of its own (`template_bound.py`)."""
 
+_MEMORY_SHARE = 0.5
+"""Of the machine's memory, which the process takes at most: of a few bytes of a record can come a thousand times as many of objects."""
 _SLICE_SECONDS = 0.004
 """Plain groups are read so long before the loop gets its turn."""
 
@@ -158,6 +160,7 @@ class AdmissionPool:
 # The tokenizer (transformers: seconds) is imported in the process that uses it, and nowhere else.
 def _prepare(settings: Settings, parent: int, record_seconds: float, noted: Noted, shared: Shared) -> None:
     die_with(parent)
+    bound_memory(_MEMORY_SHARE)
     from headrace.consumers.intake.admitting import prepare  # noqa: PLC0415 - as said above
 
     prepare(settings, record_seconds, noted, shared)

@@ -48,6 +48,11 @@ from headrace.trainer.tokenize import BaseUnreadableError, GroupRefused, GroupTo
 
 GROUP_TOPIC_MODELS = CARRIED[TRAJECTORY_GROUPS]
 
+_JOB_CHARACTERS = 128 * 1024
+_MOST_TRAJECTORIES = 20_000
+_MOST_UNFIT = 5_000
+"""Trajectories of a group that is not refused as a whole: one transaction has an event of each."""
+
 _settings: Settings | None = None
 _record_seconds = 0.0
 _noted: Noted | None = None
@@ -115,6 +120,8 @@ def admit(request: AdmissionRequest) -> AdmissionResult:
         return seen.refused(RejectionReason.TOKENIZATION_FAILED, str(error))
     except HeadraceError:
         raise
+    except MemoryError:
+        return seen.refused(RejectionReason.TOKENIZATION_FAILED, "to read it takes more memory than the tokenizing process may use")
     except Exception as error:  # the last line of defence: one record never takes others down
         if (reason := outage_of(error)) is not None:
             raise OutageError(reason) from error
@@ -157,12 +164,25 @@ def _admit(request: AdmissionRequest, seen: _Seen) -> AdmissionResult:
     if sampled.group.purpose == "sft" and seen.job_id is None:
         detail = "purpose is 'sft', but there is no job_id: examples train in a job of kind 'sft' (`submit_job`), never in the stream"
         return seen.refused(RejectionReason.SFT_WITHOUT_JOB, detail)
-    return Admitted(group=_tokenizer(request.base).tokenize(sampled, seen.group_id, request.settings), job_id=seen.job_id)
+    group = _tokenizer(request.base).tokenize(sampled, seen.group_id, request.settings)
+    if (unfit := len(group.rejected)) > _MOST_UNFIT:
+        first = group.rejected[0]
+        detail = (
+            f"{unfit} of its trajectories are unfit, more than the {_MOST_UNFIT} that are reported one by one; the first: {first.detail}"
+        )
+        return seen.refused(first.reason, detail, first.index)
+    return Admitted(group=group, job_id=seen.job_id)
 
 
 def _job(request: AdmissionRequest) -> TrainingJob:
     record = open_record(request.value, request.headers, GROUP_TOPIC_MODELS)
     assert isinstance(record, TrainingJob)  # noqa: S101 - narrows the type; the caller asked model_of
+    # The lane bounds the ids of the groups; all else becomes the job's document, which must fit into a record.
+    size = len(record.model_copy(update={"group_ids": ()}).model_dump_json())
+    if size > _JOB_CHARACTERS:
+        raise CodecError(
+            DeadLetterReason.TOO_LARGE, "", f"the job has {size} characters beside its group ids: at most {_JOB_CHARACTERS} are read"
+        )
     return record
 
 
@@ -174,7 +194,11 @@ def _value(request: AdmissionRequest) -> bytes | memoryview:
 
 def _decoded(body: bytes | memoryview, content_type: str) -> SampledGroup:
     quickly = decode_hosted(body) if content_type == JSON_TYPE else None
-    return decode_group(body, content_type) if quickly is None else quickly
+    sampled = decode_group(body, content_type) if quickly is None else quickly
+    if (count := len(sampled.group.trajectories)) > _MOST_TRAJECTORIES:
+        detail = f"the group has {count} trajectories: at most {_MOST_TRAJECTORIES} are read, so split it"
+        raise CodecError(DeadLetterReason.TOO_LARGE, "trajectories", detail)
+    return sampled
 
 
 def _payload(claim: GroupClaim) -> SampledGroup:

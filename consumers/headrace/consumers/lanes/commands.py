@@ -21,13 +21,20 @@ from headrace.core.model_views import incarnation_of
 from headrace.core.polling import UnreadableRecord
 from headrace.core.settings import Settings
 from headrace.schemas.commands import COMMANDS, CancelJob, CreateModel, DeleteCheckpoints, DeleteModel, PauseJob, ResumeJob, ResumeModel
+from headrace.schemas.dead_letters import record_bytes
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import JobState
 from headrace.schemas.reasons import DeadLetterReason, RejectionReason
 from headrace.schemas.state import ModelState
+from headrace.schemas.topics import LANE_KEY_PREFIX
 
 logger = logging.getLogger(__name__)
+
+_COMMAND_BYTES = 128 * 1024
+_MODEL_ID_CHARACTERS = 256
+_DOOMED_SPANS = 2000
+"""Of checkpoints that wait to be deleted, which the model's state lists; one command may add more than are left."""
 
 
 class CommandHandler:
@@ -57,8 +64,14 @@ class CommandHandler:
     def _apply(self, record: ConsumerRecord) -> None:
         if isinstance(record, UnreadableRecord):
             raise record.error
+        if (size := record_bytes(record.key, record.value, record.headers)) > _COMMAND_BYTES:
+            # The model's state has most of what a command says, and must fit into a record itself.
+            raise CodecError(DeadLetterReason.TOO_LARGE, "", f"the command has {size} bytes: at most {_COMMAND_BYTES} are read")
         command = open_record(record.value, header_text(record.headers), COMMANDS)
         key = (record.key or b"").decode(errors="replace")
+        if len(key) > _MODEL_ID_CHARACTERS or key.startswith(LANE_KEY_PREFIX):
+            detail = f"{key[:_MODEL_ID_CHARACTERS]!r} is no model id: those are text of at most {_MODEL_ID_CHARACTERS} characters"
+            raise CodecError(DeadLetterReason.INVALID_SCHEMA, "model_id", f"{detail} that do not begin with {LANE_KEY_PREFIX}")
         if lane_of(self._home(key, command), self._book.state.partitions) != record.partition:
             raise CodecError(DeadLetterReason.WRONG_LANE, "key", f"{key!r} does not belong to partition {record.partition}")
         if getattr(command, "model_id", None) != key:
@@ -151,6 +164,9 @@ class CommandHandler:
     def _delete_checkpoints(self, command: DeleteCheckpoints) -> None:
         run = self._book.runs.get(command.model_id)
         if run is not None and run.status != "deleted" and run.state.incarnation == command.incarnation:
+            if sum(len(batch.steps) for batch in run.doomed) > _DOOMED_SPANS:
+                detail = f"more than {_DOOMED_SPANS} spans of checkpoints wait to be deleted already: send it again when they are"
+                raise CodecError(DeadLetterReason.TOO_LARGE, "steps", detail)
             running = self._book.running
             doom(run, command.steps, running=running is not None and running.model_id == command.model_id)
 

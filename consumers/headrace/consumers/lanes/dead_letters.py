@@ -1,12 +1,26 @@
 """Dead letters: the original record with its bytes untouched, and headers that say why it could not be read.
 
-Guarantees: key, value and headers are the original's; ours are added behind them under `headrace-error-*`, all UTF-8.
+Guarantees: key, value and headers are the original's; ours are added behind them under `headrace-error-*`, all UTF-8. A letter always fits
+into the topic: of an original above `WHOLE_BYTES` it has the beginnings, the sizes and the digest.
 """
 
 from aiokafka import ConsumerRecord
 
 from headrace.consumers.memory.outgoing import Outgoing
-from headrace.schemas.dead_letters import ERROR_REASON, ERROR_VALUE
+from headrace.schemas.dead_letters import (
+    CUT_KEY_BYTES,
+    CUT_VALUE_BYTES,
+    ERROR_HEADERS,
+    ERROR_KEY_BYTES,
+    ERROR_REASON,
+    ERROR_SHA256,
+    ERROR_VALUE,
+    ERROR_VALUE_BYTES,
+    WHOLE_BYTES,
+    first_headers,
+    record_bytes,
+    record_digest,
+)
 from headrace.schemas.errors import CodecError
 from headrace.schemas.topics import Topics
 
@@ -33,13 +47,18 @@ def dead_letter(topics: Topics, record: ConsumerRecord, error: CodecError, parti
         "headrace-error-offset": str(record.offset),
         "headrace-error-time": str(record.timestamp),
     }
-    if record.value is None:
+    key, value, headers = record.key, record.value, record.headers
+    if value is None:
         notes[ERROR_VALUE] = "null"
+    if record_bytes(key, value, headers) > WHOLE_BYTES:
+        notes[ERROR_SHA256] = record_digest(key, value, headers)
+        notes[ERROR_KEY_BYTES], notes[ERROR_VALUE_BYTES], notes[ERROR_HEADERS] = (str(len(part or b"")) for part in (key, value, headers))
+        key, value, headers = key and key[:CUT_KEY_BYTES], value and value[:CUT_VALUE_BYTES], first_headers(headers)
     return Outgoing(
         topic=topics.dead_letters,
-        key=record.key,
+        key=key,
         # aiokafka sends no record that has neither; `headrace-error-value: null` tells it from an empty one.
-        value=b"" if record.key is None and record.value is None else record.value,
-        headers=(*record.headers, *((name, text.encode(errors="replace")) for name, text in notes.items())),
+        value=b"" if key is None and value is None else value,
+        headers=(*headers, *((name, text.encode(errors="replace")) for name, text in notes.items())),
         partition=partition,
     )

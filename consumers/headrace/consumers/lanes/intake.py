@@ -26,6 +26,7 @@ from headrace.core.lanes import lane_of
 from headrace.core.outages import outlast
 from headrace.core.polling import UnreadableRecord
 from headrace.core.settings import Settings
+from headrace.schemas.dead_letters import record_bytes
 from headrace.schemas.envelope import header_text
 from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import JobState, TrainingJob
@@ -33,6 +34,11 @@ from headrace.schemas.reasons import DeadLetterReason, RejectionReason
 
 MAX_PENDING = 5_000
 """Groups that wait, of one model: its state lists them and must fit into a record."""
+_KEY_BYTES = 1024
+_HEADERS, _HEADER_BYTES = 1000, 256 * 1024
+"""A record with more of them is a dead letter."""
+_PRODUCER_CHARACTERS = 256
+"""Of a `ce_source`, which a step's report names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +99,8 @@ class LaneIntake:
         self._book.note_news()
 
     def _unknown(self, record: ConsumerRecord) -> bool:
+        if isinstance(record, UnreadableRecord) or len(record.key or b"") > _KEY_BYTES:
+            return False
         if record.offset < self._book.state.scanned or (self._shadows and self._commands_read):
             # Most of what a shadow reads may be nobody's that it shadows: only what was asked for before the claim is waited for.
             return False
@@ -162,7 +170,7 @@ class LaneIntake:
                         offset=record.offset,
                         group=group,
                         job_id=job_id,
-                        producer=header_text(record.headers).get("ce_source"),
+                        producer=header_text(record.headers).get("ce_source", "")[:_PRODUCER_CHARACTERS] or None,
                         timestamp_ms=record.timestamp,
                     )
                     run.admit(waiting, report_rejected=report)
@@ -203,6 +211,13 @@ def _why_not(run: ModelRun) -> tuple[RejectionReason, str]:
 def _model_id(record: ConsumerRecord, partitions: int) -> str:
     if record.key is None:
         raise CodecError(DeadLetterReason.MISSING_KEY, "key", "the key names the model; this record has none")
+    if len(record.key) > _KEY_BYTES:
+        raise CodecError(
+            DeadLetterReason.TOO_LARGE, "key", f"the key has {len(record.key)} bytes: no model has an id of more than {_KEY_BYTES}"
+        )
+    if len(record.headers) > _HEADERS or record_bytes(None, None, record.headers) > _HEADER_BYTES:
+        detail = f"{len(record.headers)} headers: at most {_HEADERS} of {_HEADER_BYTES} bytes in all are read"
+        raise CodecError(DeadLetterReason.TOO_LARGE, "headers", detail)
     try:
         model_id: str = record.key.decode()
     except UnicodeDecodeError:

@@ -279,6 +279,8 @@ class Lane:
                 await self._recover_pending(serving)
             if groups:
                 await serving.intake.take(groups)
+            if book.much_is_unwritten:
+                await serving.committer.commit()
             book.position = max(book.position, await reader.position())
 
     def _full(self, book: LaneBook) -> bool:

@@ -12,6 +12,9 @@ from headrace.consumers.memory.model_run import ModelRun
 from headrace.consumers.memory.outgoing import Outgoing
 from headrace.schemas.state import LaneState
 
+_LETTER_BYTES = 16 * 1024 * 1024
+_RECORDS = 5_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningStep:
@@ -47,6 +50,13 @@ class LaneBook:
     def has_news(self) -> bool:
         """Whether a commit would tell anybody anything."""
         return bool(self.dead_letters) or any(run.unreported for run in self.runs.values())
+
+    @property
+    def much_is_unwritten(self) -> bool:
+        """Whether reading must wait for a commit: one transaction has all of it, and has a time limit."""
+        letters = sum(len(letter.value or b"") for letter in self.dead_letters)
+        events = sum(len(run.rejected) + len(run.rejected_trajectories) for run in self.runs.values())
+        return letters > _LETTER_BYTES or len(self.dead_letters) + events > _RECORDS
 
     def give_up(self, model_id: str, job_id: str | None = None) -> None:
         """End the step that runs, if it is of this model (and job): what it was for is not wanted any more."""

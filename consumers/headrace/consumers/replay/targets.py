@@ -6,6 +6,7 @@ there would train again or break what it found. Gives up: payloads behind claims
 """
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options, plain_errors
 from headrace.core.lanes import lane_of
 from headrace.core.settings import Settings
+from headrace.core.store.keys import TEMPORARY_PREFIX
 from headrace.core.topic_metadata import counts_of, open_admin
 from headrace.schemas.codec import encode_json
 from headrace.schemas.topics import TOPICS
@@ -98,7 +100,7 @@ def json_file(path: Path) -> Iterator[Target]:
     Raises:
         TargetError: something is there already, or it can't be written.
     """
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
     try:
         if path.exists():
             raise TargetError(f"{path} exists: remove it, or name another file")

@@ -32,7 +32,11 @@ def doom(run: ModelRun, spans: Iterable[tuple[int, int]], *, running: bool) -> N
     """
     newest = run.state.policy_version
     known = {step for batch in run.doomed for step in _steps(batch)}
-    steps = [step for first, last in spans for step in range(max(first, 1), min(last, newest) + 1) if step not in known]
+    steps: list[int] = []
+    begin = 1
+    for first, last in sorted(spans):  # in order, so that no step is looked at twice, however the spans overlap
+        steps.extend(step for step in range(max(first, begin), min(last, newest) + 1) if step not in known)
+        begin = max(begin, last + 1)
     if steps:
         run.doomed.append(DoomedWeights(steps=_spans(steps), after=newest + int(running)))
         run.touch(urgent=True)

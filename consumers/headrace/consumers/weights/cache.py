@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from urllib.parse import quote
 
+from headrace.core.private_folder import make_private_folder
 from headrace.core.store import ObjectStore, fetch_folder
 from headrace.schemas.weights import WeightsPublished
 
@@ -35,7 +36,7 @@ class WeightCache:
         Raises:
             StoreError: see `fetch_folder`.
         """
-        self._root.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self._root)
         folder = self.folder(published)
         fetch_folder(self._store, published.uri, published.digest, folder)
         folder.touch()  # `prune` goes by the last use
@@ -53,7 +54,7 @@ class WeightCache:
     def prune(self, current: WeightsPublished) -> None:
         """Remove all but the latest versions; `current` stays in any case. Blocks."""
         spared = self.folder(current)
-        others = [path for path in self._root.glob("weights-*") if path != spared]
+        others = [path for path in self._root.glob("*weights-*") if path != spared]
         others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         for path in others[self._keep - 1 :]:
             shutil.rmtree(path, ignore_errors=True)  # a file held open elsewhere goes the next time

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from headrace.core.local.errors import LocalServiceError
+from headrace.core.private_folder import make_private_folder
 from headrace.core.processes import runs
 
 DYING_S = 15.0
@@ -54,7 +55,7 @@ class ServiceFolder:
         """What it printed since its start; of interest when it did not come up."""
         self._label = label
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.path)
             (self.path / "lock").touch()
         except OSError as error:
             raise LocalServiceError(f"the data folder {self.path} cannot be written: {error.strerror}. Name another data folder") from error

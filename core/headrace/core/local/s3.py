@@ -121,7 +121,7 @@ class LocalS3:
         folder = ServiceFolder(self._path, S3PROXY.label)
         self.access_key, self.secret_key = _keys(folder)
         self._client = _client(_url(ports[0]), self.access_key, self.secret_key)
-        folder.data.mkdir(exist_ok=True)
+        folder.data.mkdir(mode=0o700, exist_ok=True)
         logback = folder.write("logback.xml", LOGBACK.format(log=folder.log_file))
         text = s3proxy_properties(data=folder.data, port=ports[0], access_key=self.access_key, secret_key=self.secret_key)
         properties = folder.write("s3proxy.properties", text)

@@ -1,10 +1,12 @@
 """SHA-256 on the way: of chunks as they pass, of files as they lie. A wrong digest raises, and leaves no file."""
 
 import hashlib
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from headrace.core.store.errors import DigestMismatchError, plain_os_error
+from headrace.core.store.keys import TEMPORARY_PREFIX
 
 CHUNK_BYTES = 1024 * 1024
 
@@ -63,7 +65,7 @@ def verified(chunks: Iterable[bytes], what: str, sha256: str | None) -> Iterator
 
 def write_verified(path: Path, fill: Callable[[Path], None], what: str, sha256: str | None) -> tuple[int, str]:
     """Let `fill` write a file, check what lies on the disk, then move it to `path`; returns (size, digest)."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")  # no object of a folder has such a name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fill(partial)

@@ -3,8 +3,11 @@
 Guarantees: an object appears by a hard link to a finished, fsynced file, which fails where the name is taken; every folder above it up
 to the store's is fsynced before a put returns. An object is missing only if the store itself is there: a folder that is missing or empty is
 a file system that is not mounted, and an outage (the first put leaves a hidden file, `.headrace-store`, so that no store is ever empty).
+New folders have mode 700, new files 600. Below the store's folder no symbolic link is followed: a key that leads through one can't be read,
+written or deleted, and `list` leaves links out.
 Limitations: a writer that is killed leaves a hidden partial file, which no reader sees until `sweep` removes it; SHA-256 is not stored
-(`head` has none); file systems without hard links do not work.
+(`head` has none); file systems without hard links do not work; a process that may write into the folder can put a link there between the
+check and the use.
 """
 
 import contextlib
@@ -19,6 +22,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from headrace.core.private_folder import make_private_folder
 from headrace.core.store.digests import Tally, check, file_chunks, sha256_of_bytes, sha256_of_file, verified, write_verified
 from headrace.core.store.errors import (
     ObjectExistsError,
@@ -114,9 +118,9 @@ class FileStore(ObjectStore):
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         folder, _, _ = check_prefix(prefix).rpartition("/")
         with self._plain_errors(prefix):
-            for key, entry in self._walk(self._root / folder, folder, prefix):
+            for key, entry in self._walk(self._path(folder) if folder else self._root, folder, prefix):
                 with contextlib.suppress(FileNotFoundError):  # deleted since it was seen
-                    yield _stored(key, entry.stat())
+                    yield _stored(key, entry.stat(follow_symlinks=False))
 
     @override
     def delete(self, key: str) -> None:
@@ -134,7 +138,7 @@ class FileStore(ObjectStore):
         folder, _, _ = check_prefix(prefix).rpartition("/")
         found = 0
         with self._plain_errors(prefix):
-            for partial in sorted((self._root / folder).rglob(f"{TEMPORARY_PREFIX}*")):
+            for partial in sorted((self._path(folder) if folder else self._root).rglob(f"{TEMPORARY_PREFIX}*")):
                 inside = f"{partial.parent.relative_to(self._root).as_posix()}/".startswith(prefix)
                 with contextlib.suppress(FileNotFoundError):  # its writer lives, and is done
                     if inside and partial.stat().st_mtime < before.timestamp():
@@ -153,7 +157,18 @@ class FileStore(ObjectStore):
                 break
 
     def _path(self, key: str) -> Path:
-        return self._root / check_key(key)
+        """Where an object is.
+
+        Raises:
+            InvalidKeyError: the key is none.
+            StoreUnavailableError: a symbolic link stands there, or above it.
+        """
+        path = self._root / check_key(key)
+        if os.path.realpath(path) != f"{os.path.realpath(self._root).rstrip('/')}/{key}":
+            raise StoreUnavailableError(
+                f"{self._base}/{key} leads through a symbolic link, which a file store does not follow: remove the link"
+            )
+        return path
 
     @override
     def put_folder_if_absent(
@@ -221,8 +236,10 @@ class FileStore(ObjectStore):
                 entries = [(f"{above}/{entry.name}" if above else entry.name, entry) for entry in found]
         except (FileNotFoundError, NotADirectoryError):
             return
-        objects = [(key, entry) for key, entry in entries if not entry.name.startswith((TEMPORARY_PREFIX, STORE_FILE))]
-        keyed = [(key + "/" if entry.is_dir() else key, entry) for key, entry in objects]
+        objects = [
+            (key, entry) for key, entry in entries if not (entry.is_symlink() or entry.name.startswith((TEMPORARY_PREFIX, STORE_FILE)))
+        ]
+        keyed = [(key + "/" if entry.is_dir(follow_symlinks=False) else key, entry) for key, entry in objects]
         for key, entry in sorted(keyed, key=lambda pair: pair[0].encode(errors="surrogateescape")):
             if key.endswith("/") and (key.startswith(prefix) or prefix.startswith(key)):
                 yield from self._walk(Path(entry.path), key[:-1], prefix)
@@ -252,7 +269,7 @@ class FileStore(ObjectStore):
                 f"the store's folder {self._root} was there and is gone: mount it, or restart with another store.url"
             )
         _make_durable_folder(self._root)
-        mark.touch()  # durable with the first object, whose put syncs this folder
+        mark.touch(mode=0o600)  # durable with the first object, whose put syncs this folder
         self._made = True
 
     def _check_there(self, where: str) -> None:
@@ -301,7 +318,7 @@ class _Written:
 
 def _make_durable_folder(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     for path in reversed(missing):
         _fsync_folder(path.parent)
 
@@ -309,10 +326,10 @@ def _make_durable_folder(folder: Path) -> None:
 def _new_partial(folder: Path) -> Path:
     """An empty file in the folder, which is made if it is missing, and made again if a deletion empties and removes it meanwhile."""
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         partial = folder / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
         try:
-            partial.touch(exist_ok=False)
+            partial.touch(mode=0o600, exist_ok=False)
         except FileNotFoundError:
             continue
         return partial

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from headrace.core.store.digests import check, sha256_of_file
 from headrace.core.store.errors import DigestMismatchError, StoreError, plain_os_error
 from headrace.core.store.interface import ObjectStore, StoredObject
-from headrace.core.store.keys import check_key
+from headrace.core.store.keys import TEMPORARY_PREFIX, check_key
 from headrace.schemas.weights import FolderKind, Manifest, StoredFile, WeightsRef
 
 MANIFEST = "manifest.json"
@@ -96,7 +96,7 @@ def read_manifest(store: ObjectStore, uri: str, digest: str | None) -> Manifest:
 def fetch_folder(store: ObjectStore, uri: str, digest: str, dest: Path) -> Manifest:
     """Download a stored folder to `dest`, which appears whole; what stands there with other content is replaced.
 
-    Files wait in `dest` + `.partial` until all are there; those that are right are kept by the next call.
+    Files wait in a hidden folder next to `dest` until all are there; those that are right are kept by the next call.
 
     Raises:
         ObjectNotFoundError: the manifest or a file is gone.
@@ -105,7 +105,7 @@ def fetch_folder(store: ObjectStore, uri: str, digest: str, dest: Path) -> Manif
     """
     manifest = read_manifest(store, uri, digest)
     key = store.resolve(uri)
-    partial = dest.with_name(dest.name + ".partial")
+    partial = dest.with_name(f"{TEMPORARY_PREFIX}{dest.name}")
     try:
         if _is_whole(dest, manifest):
             return manifest

@@ -29,6 +29,7 @@ from headrace.core.kafka import client_options
 from headrace.core.kafka_outage import kafka_back, log_trouble
 from headrace.core.kept import kept_or_none
 from headrace.core.polling import poll, readable
+from headrace.core.private_folder import make_private_folder
 from headrace.gateway.facts import write_fact
 from headrace.gateway.gate import Gate
 from headrace.gateway.rlor.job_facts import job_of
@@ -194,7 +195,7 @@ class _Tracker:
         sealed = job.secrets.get(_KEY)
         if sealed is None and not is_offline():
             raise _NotTrackedError(NO_KEY)
-        gateway.wandb_dir.mkdir(parents=True, exist_ok=True)
+        make_private_folder(gateway.wandb_dir)
         return wandb.init(
             entity=said.entity or None,
             project=said.project or "headrace",
