@@ -4,10 +4,10 @@ Nothing breaks, each answer is documented, nobody without a key gets anything, a
 """
 
 import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import hypothesis
 import orjson
 import pytest
@@ -55,7 +55,7 @@ def known(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
 
 
 @api.parametrize()
-@hypothesis.settings(max_examples=4, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), derandomize=True)
+@hypothesis.settings(max_examples=3, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), derandomize=True)
 @pytest.mark.timeout(300)
 def test_every_operation_answers_as_documented(case: schemathesis.Case, known: tuple[str, dict[str, str]]) -> None:
     address, key = known
@@ -68,4 +68,5 @@ def test_every_operation_answers_as_documented(case: schemathesis.Case, known: t
         assert response.headers["x-content-type-options"] == ["nosniff"]
         if headers is not key:
             assert response.status_code >= 400 or case.path in OPEN
-    assert httpx.get(f"{address}/v1/health", timeout=30, trust_env=False).status_code == 200
+    with urllib.request.urlopen(f"{address}/v1/health", timeout=30) as health:  # noqa: S310 - its own address
+        assert health.status == 200
