@@ -325,3 +325,23 @@ async def test_a_client_that_leaves_disturbs_nobody(engine):
 async def test_no_logprob_is_infinite_or_null(engine):
     answer = await asked(engine, n=8, logprobs=True, max_tokens=32)
     assert all(math.isfinite(entry["logprob"]) for choice in answer["choices"] for entry in choice["logprobs"]["content"])
+
+
+async def test_a_page_that_a_browser_has_open_can_not_call(engine):
+    own = f"{engine.base_url.host}:{engine.base_url.port}"
+    assert (await engine.get("models", headers={"Origin": f"http://{own}"})).status_code == 200
+    for headers in ({"Host": "evil.example"}, {"Host": "evil.example", "Origin": "http://evil.example"}, {"Origin": "null"}, {"Host": "["}):
+        answer = await engine.get("models", headers=headers)
+        assert answer.status_code in {400, 403}, headers
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+async def test_a_nested_body_is_refused_as_any_other_that_is_wrong(engine):
+    deep = "1"
+    for _ in range(900):
+        deep = f'{{"a":{deep}}}'
+    tool = f'{{"type":"function","function":{{"name":"f","parameters":{deep}}}}}'
+    said = '"model":"tiny","messages":[{"role":"user","content":"a"}],"max_tokens":1'
+    for body in (f'{{{said},"tools":[{tool}]}}', f'{{{said},"x":{deep}}}', f'{{{said},"stop":"\\ud800"}}', "[" * 5000):
+        answer = await engine.post("chat/completions", content=body)
+        assert answer.status_code < 500, (body[:80], answer.text)

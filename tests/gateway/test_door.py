@@ -159,7 +159,7 @@ async def test_health_is_answered_while_a_large_body_is_read_and_one_that_takes_
     async with running(settings) as http:
         model = await make_model(http)
         begin = f'{{"model_id":"{model}","trajectory_groups":[{{"trajectories":[],"metadata":{{"a":['.encode()
-        content = begin + b",".join([b"[]"] * 5_000_000) + b"]}}]}"
+        content = begin + b",".join([b"[]"] * 3_000_000) + b"]}}]}"
         job = asyncio.create_task(http.post(JOBS, content=content, timeout=120))
         answered = 0
         while not job.done():
@@ -216,11 +216,10 @@ async def test_lists_refuse_orders_filters_and_masks_without_an_end(http: httpx.
 
 async def test_a_head_that_does_not_come_is_not_waited_for(settings: Settings) -> None:
     async with running(settings, head_seconds=0.2) as http:
-        for beginning in (b"", b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n", b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n\r\nGET"):
+        for beginning in (b"", b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n"):
             reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
             writer.write(beginning)
-            said = await asyncio.wait_for(reader.read(), 20)  # to its end: it is closed
-            assert (b"200 OK" in said) == beginning.endswith(b"GET")
+            assert await asyncio.wait_for(reader.read(), 20) == b""  # to its end: it is closed
             writer.close()
 
 
