@@ -186,6 +186,8 @@ def test_every_metric_of_the_batch_is_counted():
             "exceptions": 3,
             "trajectories_rejected": 1,
             "trajectories_truncated": 2,
+            "turns_without_end": 0,
+            "turns_as_context": 0,
             "updates": 2,
             "micro_steps": 3,
             "rows": 4,
