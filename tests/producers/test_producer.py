@@ -29,7 +29,7 @@ from headrace.schemas.codec import JSON_TYPE, SAFETENSORS_TYPE, decode_group, sa
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.training import SftConfig, TrainConfig
-from headrace.schemas.trajectory import TrajectoryGroup
+from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -159,6 +159,12 @@ def nan_reward() -> TrajectoryGroup:
     return group
 
 
+def no_reward() -> TrajectoryGroup:
+    group = make_group()
+    group.trajectories.append(Trajectory(messages_and_choices=group.trajectories[0].messages_and_choices))
+    return group
+
+
 def other_length() -> TrajectoryGroup:
     group = make_group()
     next(group.choices()).token_logprobs = [-1.0]
@@ -170,6 +176,7 @@ def other_length() -> TrajectoryGroup:
     [
         (TrajectoryGroup(trajectories=[]), "trajectories"),
         (nan_reward(), "trajectories[1].reward"),
+        (no_reward(), "trajectories[2].reward"),
         (other_length(), "trajectories[0].messages_and_choices[1]"),
         (make_group(metadata={"a": [math.nan]}), "metadata.a[0]"),
         (make_group(metadata={"a": "\ud800"}), "metadata.a"),

@@ -1,14 +1,12 @@
 """What is reported of a step, by name. Finite numbers only; what can't be computed is left out.
 
-Of the batch (`batch_metrics`): `groups`, `trajectories`, `groups_zero_variance`, `exceptions`, `trajectories_rejected` (members that
-their groups train without), `trajectories_truncated`, `turns_without_end` and `turns_as_context` (see `TokenizedTrajectory`);
-`reward_mean/std/min/max` (population, over all trajectories, also of groups without variance), `reward_deviation` (mean over groups of the
+Of the batch (`batch_metrics`): `groups`, `trajectories`, `groups_zero_variance`, `exceptions`, `trajectories_rejected` (members that their
+groups train without), `trajectories_truncated`, `turns_without_end` and `turns_as_context` (see `TokenizedTrajectory`);
 `reward_mean/std/min/max` (population, over all trajectories, also of groups without variance), `reward_deviation` (mean over groups of the
 deviation inside); `user/NAME` (what rollouts measured, `user_metrics.py`); `updates`, `micro_steps`, `rows`, `dummy_passes` (passes of
-weight zero, made where a rank had no row left); `sequences`, `trainable_tokens`, `tokens` (computed:
-a shared prefix counts once), `sequence_tokens` (without sharing), `sharing` (their ratio), `fill` (tokens over what the rows could
-hold), `rank_balance` (tokens over ranks * the longest row, summed over micro steps: 1 where no rank waits), `padding_tokens` (0: rows have
-none).
+weight zero, made where a rank had no row left); `sequences`, `trainable_tokens`, `tokens` (computed: a shared prefix counts once),
+`sequence_tokens` (without sharing), `sharing` (their ratio), `fill` (tokens over what the rows could hold), `rank_balance` (tokens over
+ranks * the longest row, summed over micro steps: 1 where no rank waits), `padding_tokens` (0: rows have none).
 
 Of the trained tokens (`token_metrics`), each an unweighted mean over them unless said otherwise: `ratio_mean/min/max` (of the
 loss's level, before clips); `clip_fraction`, and its two parts by the advantage's sign, `clip_fraction_high` (A > 0) and
