@@ -179,6 +179,21 @@ def test_a_diverged_model_shows_why_and_is_resumed(cli: Headrace, own: Own, kafk
     assert "only one that is stopped or diverged can be resumed" in refused.err
 
 
+def test_a_model_that_waits_for_its_base_model_says_so_in_the_list_and_to_the_doctor(cli: Headrace, own: Own) -> None:
+    assert cli("models", "create", "m", "--base-model", "tiny").code == 0
+    own(1, waiting_for="its tokenizer can't be read", unknown_versions=("file:///store/weights/00000007-a",))
+    listed = cli("models", "list").out
+    assert "m is waiting: its tokenizer can't be read\n  It goes on by itself when that is repaired.\n" in listed
+    assert "its ledger does not know (Kafka has lost their records):\n  file:///store/weights/00000007-a\n" in listed
+    found = [finding for finding in cli("doctor", "--json").json if finding["name"] == "model m"]
+    assert [(finding["state"], finding["detail"].partition(":")[0]) for finding in found] == [
+        ("missing", "waiting"),
+        ("absent", "published, and not in its ledger, whose end Kafka has lost"),
+    ]
+    refused = cli("models", "resume", "m")
+    assert (refused.code, "is waiting" in refused.err) == (1, True)
+
+
 def test_wait_without_a_worker_gives_up_and_says_so(cli: Headrace) -> None:
     ran = cli("models", "create", "m", "--base-model", "tiny", "--wait", "--timeout", "0.3")
     assert ran.code == 1

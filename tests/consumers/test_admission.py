@@ -12,7 +12,7 @@ from tests.consumers.test_plain_groups import packed, raw_group
 from tests.consumers.test_plain_groups import request as plain_request
 from tests.consumers.tiny_model import TEMPLATE
 
-from headrace.consumers.intake.admission import AdmissionRequest, Admitted, Refused, Unreadable
+from headrace.consumers.intake.admission import AdmissionRequest, Admitted, NotTokenized, Refused, Unreadable
 from headrace.consumers.intake.admission_pool import AdmissionPool
 from headrace.core.settings import Settings, StoreSettings
 from headrace.schemas.reasons import RejectionReason
@@ -51,13 +51,26 @@ def base_with(tiny_model: Path, tmp_path: Path) -> Path:
     return folder
 
 
-async def test_a_base_model_that_can_not_be_read_refuses_its_own_groups_only(tiny_model: Path, tmp_path: Path, pool: AdmissionPool) -> None:
-    """Waiting for its folder, as for a store, would hold up the other models of the lane."""
-    refused, admitted = await pool.admit([request(tmp_path / "gone"), request(tiny_model)])
-    assert isinstance(admitted, Admitted)
-    assert isinstance(refused, Refused)
-    assert (refused.reason, refused.group_id) == (RejectionReason.TOKENIZATION_FAILED, "g")
-    assert "config can't be read" in refused.detail
+async def test_a_base_model_that_can_not_be_used_is_said_with_its_groups_and_used_when_it_is_repaired(
+    tiny_model: Path, tmp_path: Path, pool: AdmissionPool
+) -> None:
+    base = tmp_path / "base"
+    told = []
+    for ill in ("gone", "config.json", "tokenizer.json", "chat_template.jinja"):
+        if ill != "gone":
+            shutil.copytree(tiny_model, base, dirs_exist_ok=True)
+            (base / ill).write_text("{% for" if ill == "chat_template.jinja" else "not json {")
+        waits, admitted = await pool.admit([request(base, job_id="j"), request(tiny_model)])
+        assert isinstance(admitted, Admitted), "no other model's"
+        assert isinstance(waits, NotTokenized)
+        assert (waits.group_id, waits.job_id) == ("g", "j")
+        told.append(waits.waits_for or "")
+    for said, text in zip(("no such folder", "its config", "its tokenizer", "does not compile"), told, strict=True):
+        assert said in text
+    (base / "chat_template.jinja").unlink()
+    shutil.copytree(tiny_model, base, dirs_exist_ok=True)
+    (repaired,) = await pool.admit([request(base)])
+    assert isinstance(repaired, Admitted)
 
 
 async def test_plain_groups_and_others_are_answered_in_the_order_of_the_log(tiny_model: Path, pool: AdmissionPool) -> None:

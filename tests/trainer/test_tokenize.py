@@ -14,8 +14,8 @@ from headrace.schemas.codec import decode_group
 from headrace.schemas.reasons import RejectionReason as Reason
 from headrace.schemas.training import ModelSettings, TrainConfig
 from headrace.trainer.chat_text import ChatText, canonical_tool
-from headrace.trainer.plan import BaseSource
-from headrace.trainer.tokenize import BaseUnreadableError, GroupTokenizer
+from headrace.trainer.plan import BaseSource, BaseUnusableError
+from headrace.trainer.tokenize import GroupTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +260,7 @@ def test_text_that_the_template_rewrites_is_refused_not_misread(make_tokenizer: 
 
 
 def test_a_folder_that_is_no_base_model_says_so(tmp_path: Any):
-    with pytest.raises(BaseUnreadableError, match="config can't be read"):
+    with pytest.raises(BaseUnusableError, match="config can't be read"):
         GroupTokenizer(BaseSource(path=str(tmp_path)))
 
 

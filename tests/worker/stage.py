@@ -47,7 +47,7 @@ from headrace.schemas.commands import Command
 from headrace.schemas.dead_letters import is_dead_letter
 from headrace.schemas.envelope import header_text, open_record, record_models, seal
 from headrace.schemas.jobs import TrainingJob
-from headrace.schemas.state import StepRecord
+from headrace.schemas.state import ModelState, StepRecord
 from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.schemas.weights import WeightsRef
 
@@ -254,6 +254,13 @@ class Stage:
                 timestamp_ms=timestamp_ms,
             )
             return int(sent.offset)
+
+    async def write_state(self, model: ModelView, state: ModelState) -> None:
+        """A state into the log, as if nothing stood behind it."""
+        value, headers = seal(state, source="test")
+        async with AIOKafkaProducer(**client_options(self.settings.kafka, "test-rules")) as producer:
+            key, lane = model.model_id.encode(), lane_of(model.model_id, LANES)
+            await producer.send_and_wait(self.settings.topic_names.models, value, key=key, partition=lane, headers=headers)
 
     async def command(self, command: Command) -> None:
         """A command into the log."""

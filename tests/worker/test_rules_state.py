@@ -3,7 +3,7 @@
 import pytest
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from tests.worker.groups import group
-from tests.worker.stage import Commit, Stage, offsets_of
+from tests.worker.stage import Commit, Stage, offsets_of, until
 
 from headrace.core.fetching import fetch_offsets
 from headrace.core.kafka import client_options
@@ -79,12 +79,21 @@ async def test_rule_07_records_that_were_lost_before_anybody_read_them_stop_the_
         async with stage.owner(lane):
             stopped = await seen.until_state(lambda state: state.status == "stopped")
             assert f"offsets {lost} to {lost} were deleted by retention before they were read" in (stopped.status_detail or "")
-            (refused,) = await seen.until(GroupRejected, 1)
-            assert (refused.offset, refused.reason) == (left, RejectionReason.MODEL_STOPPED)
+            assert f"goes on without this 1 record, and trains on every group of this model from offset {left} on" in stopped.status_detail
+            held = await stage.send(model, group("g1", seed=1, version=None), group("held", seed=2, version=None, job_id="j"))
+            record = await stage.send_job(model, "j", "held")
+        async with stage.owner(lane) as owner:
+            await until(lambda: owner.lane._last is not None and owner.book.position > record)
+            assert seen.of(GroupRejected) == [], "what is still readable waits"
             await wait_for_model(stage.settings, await resume_model(stage.settings, model.model_id), 60)
-            sent = await stage.send(model, *(group(f"more {i}", seed=i, version=None) for i in range(2)))
-            (step,) = await seen.until(StepRecord, 1)
-    assert offsets_of(step) == sent
+            (refused,) = await seen.until(GroupRejected, 1)
+            (job,) = await seen.until(StepRecord, 1)
+            (last,) = await stage.send(model, group("last", seed=3, version=None))
+            step = (await seen.until(StepRecord, 2))[1]
+    assert (refused.offset, refused.reason) == (held[0], RejectionReason.DUPLICATE), "judged as it would have been"
+    assert (job.job_id, offsets_of(job)) == ("j", [held[1]])
+    assert offsets_of(step) == [left, last]
+    assert [event.state for event in seen.of(JobStateChanged)] == [JobState.PENDING, JobState.RUNNING, JobState.COMPLETED]
 
 
 async def test_rule_07_a_group_that_waits_is_refused_while_its_record_is_still_in_the_log(stage: Stage) -> None:

@@ -12,7 +12,7 @@ from tests.worker.test_cut import members, run_of
 from headrace.consumers.memory.waiting import Waiting
 from headrace.consumers.steps import files
 from headrace.consumers.steps.cut import Batch
-from headrace.consumers.steps.files import load_duplicates, store_step
+from headrace.consumers.steps.files import read_duplicates, store_step
 from headrace.consumers.steps.report import build_report
 from headrace.core.reports import read_report, read_rows
 from headrace.core.store import ObjectStore, StoreError, StoreUnavailableError, fetch_folder
@@ -135,7 +135,7 @@ async def test_a_step_stores_all_that_it_wrote_and_its_report(store: ObjectStore
     assert stored.weights.uri == store.uri("models/m/i/weights/00000003-attempt")
     assert stored.plots is not None
     assert stored.snapshot is not None
-    assert await load_duplicates(store, stored.snapshot) == b"window"
+    assert read_duplicates(store, stored.snapshot) == b"window"
     assert read_report(store, stored.report) == report
     assert read_rows(store, stored.report) == b"rows/rows.safetensors"
 

@@ -34,7 +34,7 @@ def doctor(
     settings = Settings()
     findings = [*checkup.check_python(), *checkup.check_kafka(settings), *checkup.check_store(settings), *checkup.check_java(settings)]
     if role is Role.WORKER:
-        findings += [*_packages(), *_devices(), *checkup.check_base_models(settings)]
+        findings += [*_packages(), *_devices(), *checkup.check_base_models(settings), *checkup.check_models(settings)]
     if as_json:
         typer.echo(orjson.dumps([{"name": f.name, "state": _state(f), "detail": f.detail, "advice": f.advice} for f in findings]))
     else:

@@ -101,6 +101,11 @@ def list_(
     for view in views:
         if view.status in _STOPPED:
             typer.echo(f"{view.name} is {view.status}: {view.status_detail}\n  To let it go on: headrace models resume {view.model_id}")
+        elif view.status == "waiting":
+            typer.echo(f"{view.name} is waiting: {view.status_detail}\n  It goes on by itself when that is repaired.")
+        if view.state is not None and view.state.unknown_versions:
+            names = "\n  ".join(view.state.unknown_versions)
+            typer.echo(f"{view.name} has published versions that its ledger does not know (Kafka has lost their records):\n  {names}")
 
 
 @app.command()

@@ -14,6 +14,7 @@ from headrace.core.durability import durability
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
 from headrace.core.local.java import find_java, major_version
+from headrace.core.models import list_models
 from headrace.core.settings import BaseModelEntry, Settings
 from headrace.core.store import open_store
 from headrace.core.topic_admin import show
@@ -72,6 +73,28 @@ def _power_loss(settings: Settings) -> list[Finding]:
         return []  # no topics yet, which is said
     advice = "" if found.safe else "topics.replication_factor: 3 before `headrace topics apply`, and min.insync.replicas 2 on the brokers"
     return [Finding(name="power loss", ok=found.safe, detail=found.text, advice=advice, needed=False)]
+
+
+def check_models(settings: Settings) -> list[Finding]:
+    """Every model trains, or says why not; nothing is said of a cluster without topics."""
+    quick = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"request_timeout_ms": REQUEST_TIMEOUT_MS})})
+    try:
+        views = asyncio.run(list_models(quick))
+    except HeadraceError:
+        return []  # said with the broker and the topics
+    findings = []
+    for view in views:
+        title, detail = f"model {view.name}", f"{view.status}: {view.status_detail}"
+        if view.status == "waiting":
+            findings.append(Finding(name=title, ok=False, detail=detail, advice="repair the base model: it goes on by itself"))
+        elif view.status in {"stopped", "diverged"}:
+            advice = f"headrace models resume {view.model_id}"
+            findings.append(Finding(name=title, ok=False, detail=detail, advice=advice, needed=False))
+        if view.state is not None and view.state.unknown_versions:
+            detail = f"published, and not in its ledger, whose end Kafka has lost: {', '.join(view.state.unknown_versions)}"
+            advice = "warm-start a model from one of them, or go on without them"
+            findings.append(Finding(name=title, ok=False, detail=detail, advice=advice, needed=False))
+    return findings
 
 
 def check_store(settings: Settings) -> list[Finding]:

@@ -26,7 +26,7 @@ _NAMESPACE = uuid.UUID("0f4c9a52-43cf-5d47-a1a5-6a2d3d2f4f0e")
 State = ModelState | LaneState
 STATES = (ModelState, LaneState)
 """What `models` carries."""
-Status = Literal["creating", "active", "stopped", "diverged", "resuming", "deleting", "deleted"]
+Status = Literal["creating", "active", "waiting", "stopped", "diverged", "resuming", "deleting", "deleted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +128,8 @@ def _view(state: ModelState) -> ModelView:
         account=state.account,
         project=state.project,
         name=state.name,
-        status=state.status,
-        status_detail=state.status_detail,
+        status=state.status if state.status != "active" or state.waiting_for is None else "waiting",
+        status_detail=state.waiting_for or state.status_detail,
         settings=state.settings,
         worker_group=state.worker_group,
         created_at=state.created_at,

@@ -226,7 +226,7 @@ async def wait_for_model(settings: Settings, view: ModelView, seconds: float) ->
     """
     if view.command is None:
         return view
-    reached = {"deleted"} if view.status == "deleting" else {"active", "stopped", "diverged"}
+    reached = {"deleted"} if view.status == "deleting" else {"active", "waiting", "stopped", "diverged"}
     lane, offset = view.command
     taken_up = False
     try:

@@ -105,6 +105,8 @@ class ModelState(Record):
     """`stopped`: its settings can't be trained here; `status_detail` says why. Only an active model trains."""
     status_detail: str | None = None
     status_changes: int = 0
+    waiting_for: str | None = None
+    """What an active model waits for: its base model can't be used on its worker. The worker tries again by itself; null: for nothing."""
     account: str
     project: str
     name: str
@@ -113,6 +115,8 @@ class ModelState(Record):
     policy_version: int = 0
     scanned: int
     pending: tuple[Pending, ...] = ()
+    held_from: int | None = None
+    """Pending groups from this offset on came while the model did not train, and are not admitted yet; null: there are none."""
     open_jobs: tuple[OpenJob, ...] = ()
     closed_jobs: tuple[str, ...] = ()
     """Ids of the latest jobs that ended: a repeated record or a late group of one of them is dropped or refused."""
@@ -150,6 +154,8 @@ class ModelState(Record):
     """Jobs whose cancellation was read before their record."""
     shadow_of: str | None = None
     """The model of another worker group whose groups this one trains on."""
+    unknown_versions: tuple[str, ...] = ()
+    """Weights in the store of versions that were published and that this ledger does not know, since Kafka has lost its end: their URIs."""
     groups_trained: int = 0
     created_at: datetime = Field(default_factory=utc_now)
     updated_at: datetime = Field(default_factory=utc_now)

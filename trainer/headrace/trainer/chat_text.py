@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from jinja2 import TemplateSyntaxError
 
 from headrace.schemas.chat import Choice, ChoiceMessage, Message, MessageOrChoice, Tool, ToolCall, thoughts_of
+from headrace.trainer.plan import BaseUnusableError
 from headrace.trainer.template_bound import TemplateBoundError, bounded
 
 if TYPE_CHECKING:  # importing transformers takes seconds, also in the process that only hands groups to the tokenizing one
@@ -218,6 +220,8 @@ class ChatText:
             except TemplateBoundError as error:
                 self._timed_out += 1
                 raise ChatTextError(f"the chat template does not end on this conversation: {error}") from error
+            except TemplateSyntaxError as error:
+                raise BaseUnusableError(f"the base model's chat template does not compile: line {error.lineno}: {error.message}") from error
             except Exception as error:  # noqa: BLE001 - a template is a program of its own: it raises what it likes
                 problem = error
                 continue

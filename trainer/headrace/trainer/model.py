@@ -8,21 +8,20 @@ rotary positions that depend on the longest sequence of a pass are told by their
 """
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.core.errors import HeadraceError
 from headrace.schemas.training import LoraSettings, ModelSettings
 from headrace.trainer.forward import RowTensors, Scorer, logits_at
 from headrace.trainer.groups import TokenSequence
 from headrace.trainer.packing import pack
-from headrace.trainer.plan import BaseSource
+from headrace.trainer.plan import BaseSource, BaseUnusableError
 from headrace.trainer.rows import CreditedSequence, PackedRow
 from headrace.trainer.tree_attention import ATTENTION, register
 
@@ -34,7 +33,7 @@ _PART = 0.05
 logger = logging.getLogger(__name__)
 
 
-class BaseModelError(HeadraceError):
+class BaseModelError(BaseUnusableError):
     """A base model that can't be loaded; says which and why."""
 
 
@@ -46,7 +45,7 @@ def load_base(base: BaseSource) -> Any:  # noqa: ANN401 - a transformers model, 
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
 
-    if not Path(base.path).is_dir():
+    if not os.path.isdir(base.path):  # noqa: PTH112 - a pathlib path raises where it may not look
         raise BaseModelError(f"base model: {base.path} is no folder")
     try:
         # The attention is transformers' choice: SDPA where the architecture has it. The self-test judges whatever it is.

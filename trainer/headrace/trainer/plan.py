@@ -42,6 +42,10 @@ class BaseSource:
     """File name inside `path`, when the weights and the tokenizer are in a GGUF file."""
 
 
+class BaseUnusableError(HeadraceError):
+    """A base model can't be used as its files are now; says which and why. No group and no step is at fault."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlReference:
     """The policy that KL is measured against: the base model, stored weights, or what it said of the tokens themselves."""
@@ -174,11 +178,13 @@ class Failure:
     """From a rank: the plan raised. Of one that it went on to by itself from there nothing is said."""
 
     text: str
-    """The traceback."""
+    """The traceback; of a base model what is wrong with it."""
     outage: str | None = None
     """What does not work, if that is a disk or another thing that the plan is not to blame for (`headrace.core.outages`)."""
     diverged: bool = False
     """Whether a `DivergedError` was raised: the same plan would raise it again."""
+    of_base: bool = False
+    """The base model could not be used: the plan is not at fault."""
 
 
 Answer = StepResult | Saved | Failure | SignOfLife

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from headrace.core.outages import outage_of
 from headrace.schemas.state import TrainingScalars
-from headrace.trainer.plan import Answer, DivergedError, Failure, SavePlan, StateKey, StepPlan
+from headrace.trainer.plan import Answer, BaseUnusableError, DivergedError, Failure, SavePlan, StateKey, StepPlan
 from headrace.trainer.store_words import tell
 from headrace.trainer.world import Seat, WorldSettings
 
@@ -142,4 +142,6 @@ class PlanRunner:
 
 
 def _failure(error: Exception) -> Failure:
+    if isinstance(error, BaseUnusableError):
+        return Failure(text=str(error), of_base=True)
     return Failure(text="".join(traceback.format_exception(error)), outage=outage_of(error), diverged=isinstance(error, DivergedError))

@@ -22,7 +22,18 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError, OutageError
-from headrace.trainer.plan import Ahead, BaseSource, Failure, HandedOver, Saved, SavePlan, SignOfLife, StepPlan, StepResult
+from headrace.trainer.plan import (
+    Ahead,
+    BaseSource,
+    BaseUnusableError,
+    Failure,
+    HandedOver,
+    Saved,
+    SavePlan,
+    SignOfLife,
+    StepPlan,
+    StepResult,
+)
 from headrace.trainer.rank_main import main
 from headrace.trainer.world import Seat, WorldSettings
 
@@ -38,6 +49,10 @@ class StepFailedError(HeadraceError):
 
 class StepDivergedError(StepFailedError):
     """An update made weights that are not finite, or far too large: the step would fail again, from the same state."""
+
+
+class BaseNotLoadedError(StepFailedError, BaseUnusableError):
+    """The ranks can't use the base model: no fault of the step."""
 
 
 class RankDiedError(HeadraceError):
@@ -309,6 +324,8 @@ class RankWorld:
 
 
 def _error(failure: Failure, where: str = "") -> HeadraceError:
+    if failure.of_base:
+        return BaseNotLoadedError(where + failure.text)
     if failure.outage is not None:
         return RankOutageError(where + failure.outage)
     return (StepDivergedError if failure.diverged else StepFailedError)(where + failure.text)

@@ -9,23 +9,24 @@ a group, which is read later; what matters here (`purpose`, `allow_training_with
 """
 
 import json
+import os
 from collections.abc import Callable
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.core.errors import HeadraceError
 from headrace.schemas.chat import Choice
 from headrace.schemas.codec import SampledGroup
 from headrace.schemas.reasons import RejectionReason as Reason
 from headrace.schemas.training import ModelSettings
 from headrace.schemas.trajectory import NO_REWARD, Trajectory
+from headrace.trainer.base_tokenizer import load_tokenizer
 from headrace.trainer.chat_text import ChatText, ChatTextError
 from headrace.trainer.group_policy import refusal_of
 from headrace.trainer.groups import RejectedTrajectory, TokenizedGroup, TokenizedTrajectory
 from headrace.trainer.lengths import BaseLimits
-from headrace.trainer.plan import BaseSource
+from headrace.trainer.plan import BaseSource, BaseUnusableError
 from headrace.trainer.rollout_tokens import RolloutTokenizer, UnfitError
 from headrace.trainer.user_metrics import UserMetrics
 
@@ -51,10 +52,6 @@ class GroupRefused(Exception):  # noqa: N818 - a verdict, not a fault of the pro
         self.trajectory = trajectory
 
 
-class BaseUnreadableError(HeadraceError):
-    """A base model's folder can't be read; says which and why."""
-
-
 class GroupTokenizer:
     """Tokenizes groups for one base model.
 
@@ -62,18 +59,20 @@ class GroupTokenizer:
         base: A Hugging Face folder, or a folder with a GGUF file.
 
     Raises:
-        BaseUnreadableError: the config can't be read.
+        BaseUnusableError: the config can't be read.
     """
 
     def __init__(self, base: BaseSource) -> None:
         from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
 
         self._base = base
+        if not os.path.isdir(base.path):  # noqa: PTH112 - a pathlib path raises where it may not look
+            raise BaseUnusableError(f"base model {base.path}: there is no such folder")
         try:
             config = AutoConfig.from_pretrained(base.path, **_gguf(base), local_files_only=True).get_text_config()
             self._stop_ids = _stop_ids(config.eos_token_id, Path(base.path))
         except Exception as error:
-            raise BaseUnreadableError(f"base model {base.path}: its config can't be read: {type(error).__name__}: {error}") from error
+            raise BaseUnusableError(f"base model {base.path}: its config can't be read: {type(error).__name__}: {error}") from error
         self.limits = BaseLimits(vocabulary=int(config.vocab_size), positions=getattr(config, "max_position_embeddings", None))
         """Of the base model."""
 
@@ -91,6 +90,7 @@ class GroupTokenizer:
 
         Raises:
             GroupRefused: nothing of it is to be trained on.
+            BaseUnusableError: the base model's tokenizer or chat template can't be used: nothing is decided.
         """
         inner = group.group
         if not inner.trajectories:
@@ -116,6 +116,8 @@ class GroupTokenizer:
                 made = rollouts.tokenize(trajectory, iter(own))
             except UnfitError as error:
                 rejected.append(_rejected(index, error.reason, error.detail))
+            except BaseUnusableError:
+                raise
             except Exception as error:  # noqa: BLE001 - whatever a tokenizer or a template does: one member never takes the others down
                 rejected.append(_rejected(index, Reason.TOKENIZATION_FAILED, f"{type(error).__name__}: {error}"))
             else:
@@ -147,7 +149,7 @@ class GroupTokenizer:
             if not opened:
                 try:
                     opened.append(ChatText(self._tokenizer, settings.chat_template_kwargs, self._stop_ids))
-                except ChatTextError as error:  # kept: a folder that can't be read is not tried again for every turn
+                except ChatTextError as error:  # kept: not tried again for every turn
                     opened.append(error)
             if isinstance(opened[0], ChatTextError):
                 raise opened[0]
@@ -157,16 +159,8 @@ class GroupTokenizer:
 
     @cached_property
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
-        from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
-
-        advice = "send prompt_token_ids and token_ids with each choice"
-        try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._base.path, **_gguf(self._base), local_files_only=True)
-        except Exception as error:  # whatever a tokenizer's files make transformers raise
-            raise ChatTextError(f"the base model's tokenizer can't be read ({type(error).__name__}: {error}): {advice}") from error
-        if len(tokenizer) <= len(tokenizer.all_special_ids):
-            # transformers makes an empty one where the files are missing, which reads every text as nothing.
-            raise ChatTextError(f"the base model's tokenizer can't be read (it has no vocabulary; is a file missing?): {advice}")
+        if (tokenizer := load_tokenizer(self._base)) is None:
+            raise ChatTextError("the base model has no tokenizer: send prompt_token_ids and token_ids with each choice")
         return tokenizer
 
 

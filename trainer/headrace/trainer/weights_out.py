@@ -13,7 +13,7 @@ import orjson
 import torch
 from safetensors.torch import save_file
 
-from headrace.core.outages import outage_of
+from headrace.trainer.base_tokenizer import load_tokenizer
 from headrace.trainer.plan import BaseSource
 from headrace.trainer.shards import Tensors, gathered
 
@@ -92,12 +92,5 @@ def _sort_targets(config: Path) -> None:
 
 
 def _save_tokenizer(base: BaseSource, folder: str) -> None:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(base.path, gguf_file=base.gguf_file, local_files_only=True)
-    except (OSError, ValueError) as error:
-        if outage_of(error) is not None:
-            raise
-        return  # a base model without a tokenizer: its agents bring token ids
-    tokenizer.save_pretrained(folder)
+    if (tokenizer := load_tokenizer(base)) is not None:
+        tokenizer.save_pretrained(folder)

@@ -1,6 +1,7 @@
 """What the lane asks of the tokenizing process, and what it answers. Types only: importing them imports no tokenizer."""
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.reasons import DeadLetterReason, RejectionReason
 from headrace.schemas.training import ModelSettings
 from headrace.trainer.groups import TokenizedGroup
-from headrace.trainer.plan import BaseSource
+from headrace.trainer.plan import BaseSource, BaseUnusableError
 
 if TYPE_CHECKING:  # the tokenizing process knows no Kafka
     from aiokafka import ConsumerRecord
@@ -26,7 +27,7 @@ class AdmissionRequest:
     fallback_id: str
     """`<partition>-<offset>`: the group's id where its producer gave none."""
     base: BaseSource | None
-    """None: the model does not train; the group is only read."""
+    """None: the model does not train now; the group is only read."""
     settings: ModelSettings
 
     @classmethod
@@ -67,10 +68,12 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotTokenized:
-    """Read for a model that does not train: the lane says why it is refused."""
+    """Read, and not tokenized: the model does not train now, or its base model can't be used. The lane decides what becomes of it."""
 
     group_id: str
     job_id: str | None
+    waits_for: str | None = None
+    """What is wrong with the base model; None: nobody asked for tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,3 +90,10 @@ class Unreadable:
 
 
 AdmissionResult = Admitted | Refused | NotTokenized | Unreadable | TrainingJob
+
+
+def check_base(answers: Iterable[AdmissionResult]) -> None:
+    """Raise `BaseUnusableError` where a group was not tokenized because of its base model."""
+    for answer in answers:
+        if isinstance(answer, NotTokenized) and answer.waits_for is not None:
+            raise BaseUnusableError(answer.waits_for)

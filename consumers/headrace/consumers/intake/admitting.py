@@ -1,8 +1,8 @@
 """From a record's bytes to a tokenized group, or to the reason why not. Runs in the tokenizing process.
 
 Guarantees: whatever the bytes are, the answer is `Admitted`, `Refused` (it could be read) or `Unreadable` (it could not); only an
-outage (`core.outages`), which says nothing of the record, raises. A base model whose folder can't be read refuses its own groups, no other
-model's. A record that uses up its processor time ends the process, and is refused by the pool. Gives up: what needs the lane's order:
+outage (`core.outages`), which says nothing of the record, raises. A group whose base model can't be used is answered with what is wrong
+there. A record that uses up its processor time ends the process, and is refused by the pool. Gives up: what needs the lane's order:
 duplicates, jobs and policy versions are judged by the lane.
 """
 
@@ -43,8 +43,8 @@ from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.reasons import DeadLetterReason, RejectionReason
 from headrace.schemas.topics import TRAJECTORY_GROUPS
 from headrace.trainer.lengths import BaseLimits
-from headrace.trainer.plan import BaseSource
-from headrace.trainer.tokenize import BaseUnreadableError, GroupRefused, GroupTokenizer
+from headrace.trainer.plan import BaseSource, BaseUnusableError
+from headrace.trainer.tokenize import GroupRefused, GroupTokenizer
 
 GROUP_TOPIC_MODELS = CARRIED[TRAJECTORY_GROUPS]
 
@@ -115,9 +115,9 @@ def admit(request: AdmissionRequest) -> AdmissionResult:
         return Unreadable(reason=error.reason, path=error.path, detail=error.detail)
     except GroupRefused as refusal:
         return seen.refused(refusal.reason, refusal.detail, refusal.trajectory)
-    except BaseUnreadableError as error:
-        # To wait for the folder, as for a store, would hold up the lane's other models.
-        return seen.refused(RejectionReason.TOKENIZATION_FAILED, str(error))
+    except BaseUnusableError as error:
+        _tokenizer.cache_clear()  # a repaired folder is read again
+        return NotTokenized(group_id=seen.group_id, job_id=seen.job_id, waits_for=str(error))
     except HeadraceError:
         raise
     except MemoryError:
@@ -223,7 +223,7 @@ def limits_of(base: BaseSource) -> BaseLimits:
     """What a base model can read.
 
     Raises:
-        BaseUnreadableError: its folder can't be read.
+        BaseUnusableError: its folder can't be read.
     """
     return _tokenizer(base).limits
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from headrace.consumers.lanes.committer import LaneCommitter
 from headrace.consumers.lanes.expiry import expired, timed_out
 from headrace.consumers.memory.book import LaneBook
-from headrace.consumers.memory.model_run import ModelRun, counted
+from headrace.consumers.memory.model_run import ModelRun
+from headrace.consumers.memory.refusals import counted
 from headrace.core.settings import WorkerSettings
 from headrace.schemas.base import utc_now
 from headrace.schemas.events import Starved
@@ -71,7 +72,8 @@ class LaneClock:
             for run in list(self._book.runs.values()):
                 if run.status == "active":
                     self._linger(run)
-                    self._give_up_late(run)
+                    if not run.unread:  # a job may have all its groups among those that are not read yet
+                        self._give_up_late(run)
                     self._idle(run)
             self._book.note_unreported()
             if self._book.position > self._book.state.scanned and time.monotonic() - self._committed_at > _IDLE_SECONDS:

@@ -1,7 +1,8 @@
 """What commands do to a lane: models are created, deleted and resumed, jobs are cancelled, paused and resumed.
 
 Guarantees: a command takes effect once, in log order; what can't be read is dead-lettered; repeating a command changes nothing. A
-model whose settings can't be trained here is created as `stopped`, with the reason in its state, instead of failing at each step.
+model whose settings can't be trained here is created as `stopped`, with the reason in its state; one whose base model has no folder here
+waits for it.
 """
 
 import logging
@@ -13,8 +14,9 @@ from pydantic import BaseModel
 from headrace.consumers.lanes.dead_letters import dead_letter
 from headrace.consumers.memory.book import LaneBook
 from headrace.consumers.memory.duplicates import DuplicateWindow
+from headrace.consumers.memory.held import refuse_unread, wait
 from headrace.consumers.memory.model_run import ModelRun
-from headrace.consumers.steps.catalogue import problem_of
+from headrace.consumers.steps.catalogue import base_problem, problem_of
 from headrace.consumers.steps.doomed_weights import doom
 from headrace.core.lanes import lane_of
 from headrace.core.model_views import incarnation_of
@@ -147,6 +149,11 @@ class CommandHandler:
         run.touch(urgent=True)
         self._book.runs[command.model_id] = run
         logger.info("model %s (%s) is created, %s", command.name, command.model_id, problem or "active")
+        self._wait_for_base(run)
+
+    def _wait_for_base(self, run: ModelRun) -> None:
+        if run.status == "active" and (missing := base_problem(run.state.settings, self._settings.base_models)) is not None:
+            wait(run, missing)
 
     def _delete(self, command: DeleteModel) -> None:
         run = self._book.runs.get(command.model_id)
@@ -156,8 +163,8 @@ class CommandHandler:
             if job.document is not None:
                 run.move_job(job_id, JobState.CANCELLED, message="the model was deleted")
         run.refuse_all(RejectionReason.MODEL_DELETED, "the model was deleted")
+        refuse_unread(run, RejectionReason.MODEL_DELETED, "the model was deleted")
         run.intent = run.rebasing = run.start_from = None
-        run.recovering = frozenset()
         run.set_status("deleted", None)
         self._book.give_up(command.model_id)
 
@@ -199,3 +206,4 @@ class CommandHandler:
             run.rebasing = run.status_detail or "diverged"
         run.expire_lost = True
         run.set_status("active", None)
+        self._wait_for_base(run)

@@ -11,12 +11,21 @@ from dataclasses import dataclass
 
 from aiokafka import ConsumerRecord
 
-from headrace.consumers.intake.admission import AdmissionRequest, AdmissionResult, Admitted, NotTokenized, Refused, Unreadable
+from headrace.consumers.intake.admission import (
+    AdmissionRequest,
+    AdmissionResult,
+    Admitted,
+    NotTokenized,
+    Refused,
+    Unreadable,
+    check_base,
+)
 from headrace.consumers.intake.admission_pool import AdmissionPool
 from headrace.consumers.lanes.commands import CommandHandler
 from headrace.consumers.lanes.dead_letters import dead_letter
 from headrace.consumers.lanes.reader import LaneReader
 from headrace.consumers.memory.book import LaneBook
+from headrace.consumers.memory.held import MAX_PENDING, hold, wait, why_it_waits
 from headrace.consumers.memory.model_run import ModelRun
 from headrace.consumers.memory.state_bounds import pending_room
 from headrace.consumers.memory.waiting import Waiting
@@ -32,8 +41,7 @@ from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import DeadLetterReason, RejectionReason
 
-MAX_PENDING = 5_000
-"""Groups that wait, of one model: its state lists them and must fit into a record."""
+_DELETED = "the model was deleted"
 _KEY_BYTES = 1024
 _HEADERS, _HEADER_BYTES = 1000, 256 * 1024
 """A record with more of them is a dead letter."""
@@ -72,14 +80,20 @@ class LaneIntake:
         self._commands_read = False
 
     async def recover(self, run: ModelRun, records: Sequence[ConsumerRecord]) -> None:
-        """Put the pending groups of a committed state back into their buckets; the lane's position stays."""
-        routed = [self._route(record) for record in records]
-        results = iter(await self._admit([r.request for r in routed if r.request is not None]))
-        for item in routed:
-            if item.run is not None and item.request is not None:
-                self._apply(item.record, item.run, next(results))
-        run.recovering = frozenset()
-        self._book.note_news()
+        """Put pending groups into their buckets, in the order of the log; the lane's position stays.
+
+        Raises:
+            BaseUnusableError: the base model can't be used; nothing has changed.
+        """
+        base = base_source(self._settings.base_models[run.state.settings.base_model])
+        results = await self._admit([AdmissionRequest.of(record, base, run.state.settings) for record in records])
+        check_base(results)
+        if run.status == "active":  # no command or fault came meanwhile
+            run.held = {}
+            for record, result in zip(records, results, strict=True):
+                self._apply(record, run, result, again=True)
+            run.recovering = frozenset()
+            self._book.note_news()
 
     async def take(self, records: Sequence[ConsumerRecord]) -> None:
         """Take a run of records in, in order."""
@@ -134,21 +148,23 @@ class LaneIntake:
     def _request(self, record: ConsumerRecord, run: ModelRun) -> AdmissionRequest:
         settings = run.state.settings
         entry = self._settings.base_models.get(settings.base_model)
-        # A model outside the catalogue is stopped: its groups are read, to be refused by their ids.
-        return AdmissionRequest.of(record, None if entry is None or run.status != "active" else base_source(entry), settings)
+        # The groups of a model that does not train are read, to be held or refused by their ids.
+        return AdmissionRequest.of(record, base_source(entry) if entry is not None and run.trains else None, settings)
 
     async def _admit(self, requests: list[AdmissionRequest]) -> list[AdmissionResult]:
         # A store that is away looks like missing payloads and is none: it is waited for (rule 13).
         return await outlast(f"lane {self._book.state.lane}, which reads groups,", lambda: self._pool.admit(requests))
 
-    def _apply(self, record: ConsumerRecord, run: ModelRun, result: AdmissionResult) -> None:
+    def _apply(self, record: ConsumerRecord, run: ModelRun, result: AdmissionResult, *, again: bool = False) -> None:
         match result:
             case Unreadable():
                 self._dead_letter(record, result.error())
             case TrainingJob():
                 run.open_job(result, record.offset, record.timestamp)
-                if run.status != "active" and result.job_id in run.jobs:
-                    run.move_job(result.job_id, JobState.FAILED, message=_why_not(run)[1])
+                if run.status == "deleted" and result.job_id in run.jobs:
+                    run.move_job(result.job_id, JobState.FAILED, message=_DELETED)
+                elif not run.trains and result.job_id in run.jobs:
+                    run.note_waiting(result.job_id, why_it_waits(run))
             case Refused():
                 run.refuse(
                     offset=record.offset,
@@ -158,10 +174,14 @@ class LaneIntake:
                     detail=result.detail,
                     trajectory=result.trajectory,
                 )
-            case NotTokenized():
-                reason, detail = _why_not(run)
-                run.refuse(offset=record.offset, group_id=result.group_id, job_id=result.job_id, reason=reason, detail=detail)
+            case NotTokenized(group_id=group_id, job_id=job_id):
+                if result.waits_for is not None and run.trains:
+                    wait(run, result.waits_for)
+                self._hold(run, record.offset, group_id, job_id)
             case Admitted(group=group, job_id=job_id):
+                if not run.trains and not again:  # it has stopped, or waits, since the group was handed over
+                    self._hold(run, record.offset, group.group_id, job_id)
+                    return
                 refusal = self._refusal(run, record.offset, group.group_id, job_id)
                 if refusal is None:
                     # What was pending in the committed state was reported with it: the same transaction holds both.
@@ -177,10 +197,16 @@ class LaneIntake:
                 else:
                     run.refuse(offset=record.offset, group_id=group.group_id, job_id=job_id, reason=refusal[0], detail=refusal[1])
 
+    @staticmethod
+    def _hold(run: ModelRun, offset: int, group_id: str, job_id: str | None) -> None:
+        """Keep a group of a model that does not train; of a deleted one it is refused."""
+        if run.status != "deleted":
+            hold(run, offset, group_id, job_id)
+        else:
+            run.refuse(offset=offset, group_id=group_id, job_id=job_id, reason=RejectionReason.MODEL_DELETED, detail=_DELETED)
+
     def _refusal(self, run: ModelRun, offset: int, group_id: str, job_id: str | None) -> tuple[RejectionReason, str] | None:
-        """Why a group that fits can't be admitted now."""
-        if run.status != "active":
-            return _why_not(run)
+        """Why a group that fits can't be admitted."""
         if job_id is not None and job_id in run.closed:
             return RejectionReason.JOB_CLOSED, f"job {job_id} has ended"
         job = None if job_id is None or offset in run.recovering else run.jobs.get(job_id)
@@ -199,13 +225,6 @@ class LaneIntake:
         # A former claim has written it if it stands below what was scanned then; a shadow leaves it to the group that it shadows.
         if record.offset >= self._book.state.scanned and not self._shadows:
             self._book.dead_letters.append(dead_letter(self._settings.topic_names, record, error, record.partition))
-
-
-def _why_not(run: ModelRun) -> tuple[RejectionReason, str]:
-    """Why a model that is not active trains nothing."""
-    if run.status == "deleted":
-        return RejectionReason.MODEL_DELETED, "the model was deleted"
-    return RejectionReason.MODEL_STOPPED, f"the model is {run.status}: {run.status_detail}"
 
 
 def _model_id(record: ConsumerRecord, partitions: int) -> str:

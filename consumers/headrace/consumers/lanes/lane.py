@@ -20,7 +20,7 @@ from headrace.consumers.intake.admission_pool import AdmissionPool
 from headrace.consumers.lanes.clock import LaneClock
 from headrace.consumers.lanes.commands import CommandHandler
 from headrace.consumers.lanes.committer import LaneCommitter
-from headrace.consumers.lanes.intake import MAX_PENDING, LaneIntake
+from headrace.consumers.lanes.intake import LaneIntake
 from headrace.consumers.lanes.pending import recover_pending
 from headrace.consumers.lanes.phase import LanePhase, move
 from headrace.consumers.lanes.reader import LaneReader
@@ -28,12 +28,12 @@ from headrace.consumers.lanes.recover import LaneMemory, read_states
 from headrace.consumers.lanes.training import LaneTraining
 from headrace.consumers.lanes.writer import FencedError, LaneWriter, OutcomeUnknownError
 from headrace.consumers.memory.book import LaneBook
-from headrace.consumers.memory.duplicates import DuplicateWindow
+from headrace.consumers.memory.held import MAX_PENDING, go_on, wait
 from headrace.consumers.memory.model_run import ModelRun
 from headrace.consumers.memory.transaction import TakenSnapshot
-from headrace.consumers.steps.catalogue import problem_of
+from headrace.consumers.steps.catalogue import base_problem
 from headrace.consumers.steps.doomed_weights import WeightsDeleter
-from headrace.consumers.steps.files import load_duplicates
+from headrace.consumers.steps.kept_snapshots import unknown_versions, window_of
 from headrace.consumers.steps.kl_references import KlReferences
 from headrace.consumers.steps.orphans import OrphanCollector, Owned
 from headrace.consumers.steps.runner import StepRunner
@@ -49,17 +49,13 @@ from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore
 from headrace.core.topic_admin import retention_ms
 from headrace.schemas.state import ModelState
-from headrace.trainer.plan import StateKey
+from headrace.trainer.plan import BaseUnusableError, StateKey
 from headrace.trainer.rank_main import nodes_of_launcher
 
 logger = logging.getLogger(__name__)
 
 
 _HAND_OVER_SECONDS = 1.0
-
-
-class UnfitWorkerError(HeadraceError):
-    """This worker's configuration does not fit a model that is trained already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,14 +161,18 @@ class Lane:
         lane = memory.lane.model_copy(update={"nodes": nodes_of_launcher()})
         book = LaneBook(state=lane, position=memory.lane.scanned, ledger_end=memory.ledger_end, unclean=not memory.lane.clean)
         for model_id, state in memory.models.items():
-            if state.status == "active" and (problem := problem_of(state.settings, self._settings.base_models)) is not None:
-                # Its groups must not be refused because one worker is set up wrongly: nothing of the lane is touched.
-                raise UnfitWorkerError(f"model {state.name} ({model_id}) can't be trained by this worker: {problem}")
-            stored = b""
-            if state.snapshot is not None and state.status != "deleted":
-                stored = await load_duplicates(self._store, state.snapshot)
-            window = DuplicateWindow(self._settings.worker.duplicate_window, stored, state.window_since)
-            book.runs[model_id] = ModelRun.of(state, window, self.lane)
+            window, problem = await window_of(self._settings, self._store, state)
+            unknown = await asyncio.to_thread(unknown_versions, self._store, state, lost=problem is not None)
+            run = book.runs[model_id] = ModelRun.of(state.model_copy(update={"unknown_versions": unknown}), window, self.lane)
+            if unknown != state.unknown_versions:
+                message = "%s: the ledger ends at version %d, but later ones were published; Kafka has lost their records: %s"
+                logger.error(message, state.name, state.policy_version, ", ".join(unknown))
+                run.touch(urgent=True)
+            if run.status == "active" and run.rebasing is None and problem is not None:
+                logger.error("%s: the model has diverged: %s", state.name, problem)
+                run.set_status("diverged", problem)
+            if run.status == "active" and (missing := base_problem(state.settings, self._settings.base_models)) is not None:
+                wait(run, missing)
         return book
 
     async def _ready(self, book: LaneBook, writer: LaneWriter, reader: LaneReader) -> _Serving:
@@ -196,26 +196,45 @@ class Lane:
         if first > book.position:
             self._records_lost(book, first)
         await self._recover_pending(serving)
+        book.note_news()
         return serving
 
     def _records_lost(self, book: LaneBook, first: int) -> None:
         """Retention took records that nobody has read: whose they were is not known, so every model of the lane stops (rule 7)."""
+        these = "this 1 record" if first - book.position == 1 else f"these {first - book.position} records"
         detail = (
             f"{self._settings.groups_topic} partition {self.lane}: offsets {book.position} to {first - 1} were deleted by retention before "
-            "they were read; groups of this model may be among them. `headrace models resume` goes on without them"
+            f"they were read; groups of this model may be among them. `headrace models resume` goes on without {these}, and "
+            f"trains on every group of this model from offset {first} on, which wait until then"
         )
         book.position = first
         for run in book.runs.values():
             if run.status == "active":
                 logger.error("%s stops: %s", run.state.name, detail)
                 run.set_status("stopped", detail)
+            elif run.status != "deleted":
+                run.set_status(run.status, f"{run.status_detail}; and {detail}")
         book.note_news()
 
     async def _recover_pending(self, serving: _Serving) -> None:
-        for run in serving.book.runs.values():
-            if run.recovering and run.status == "active":
-                await recover_pending(self._options, self._settings.groups_topic, run, serving.intake)
-                serving.book.note_news()
+        """Put pending groups that are not in memory into their buckets; what waits for its base model tries it when that is due."""
+        for run in list(serving.book.runs.values()):
+            if run.status != "active" or not (run.retry.due if run.waiting_for is not None else run.unread):
+                continue
+            ranks = run.retry.ranks
+            try:
+                if (problem := base_problem(run.state.settings, self._settings.base_models)) is not None:
+                    raise BaseUnusableError(problem)
+                if run.unread:
+                    await recover_pending(self._options, self._settings.groups_topic, run, serving.intake)
+            except BaseUnusableError as error:
+                wait(run, str(error))
+            else:
+                if run.waiting_for is not None and ranks:
+                    run.retry.step = True
+                elif run.waiting_for is not None:
+                    go_on(run)
+            serving.book.note_news()
 
     async def _serve(self, serving: _Serving) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -276,7 +295,7 @@ class Lane:
             new_commands, groups = await reader.read()
             if new_commands:
                 serving.commands.apply(new_commands)
-                await self._recover_pending(serving)
+            await self._recover_pending(serving)
             if groups:
                 await serving.intake.take(groups)
             if book.much_is_unwritten:
@@ -285,7 +304,7 @@ class Lane:
 
     def _full(self, book: LaneBook) -> bool:
         """Whether enough waits for now. Asked only while a step runs: without one, what completes a bucket may be the next record."""
-        waiting = sum(len(run.waiting) for run in book.runs.values())
+        waiting = sum(len(run.waiting) for run in book.runs.values() if run.trains)
         return waiting > MAX_PENDING // 2 or book.waiting_bytes > self._settings.worker.read_ahead_bytes
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from headrace.consumers.lanes.committer import LaneCommitter
 from headrace.consumers.memory.book import LaneBook, RunningStep
+from headrace.consumers.memory.held import go_on, wait
 from headrace.consumers.memory.model_run import ModelRun
 from headrace.consumers.memory.transaction import CommittedStep
 from headrace.consumers.steps.ahead import Following
@@ -29,8 +30,8 @@ from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotF
 from headrace.schemas.jobs import JobState
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import Intent
-from headrace.trainer.plan import StateKey
-from headrace.trainer.rank import RankDiedError, StepFailedError, cause_of
+from headrace.trainer.plan import BaseUnusableError, StateKey
+from headrace.trainer.rank import RankDiedError, StepDivergedError, StepFailedError, cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -114,12 +115,15 @@ class LaneTraining:
             if _begins_anew(run):
                 return run, None
         ready = [(run, batch) for run in runs if (batch := next_batch(run, nodes)) is not None]
+        for run in runs:
+            if run.waiting_for is not None and run.retry.step and not run.settling and all(run is not other for other, _ in ready):
+                go_on(run)  # nothing is there to try its base model with
         self._note_short_of_nodes(nodes)
         if self._steps.ahead.model_id not in {run.state.model_id for run, _ in ready}:
             self._steps.ahead.drop()  # a command took it away: others are to begin theirs
         if ready:
             return min(ready, key=lambda pair: pair[1].completed_at)
-        return next(((run, None) for run in runs if run.settling), None)
+        return next(((run, None) for run in runs if run.settling and run.trains), None)
 
     def _coming(self, run: ModelRun, batch: Batch) -> Following:
         def may_still(coming: Batch) -> bool:
@@ -165,7 +169,10 @@ class LaneTraining:
             await self._stopped(run, batch, "stopped", str(error))
             return
         except ModelDivergedError as error:
-            await self._stopped(run, batch, "diverged", str(error))
+            await self._stopped(run, batch, "diverged", str(error), own=isinstance(error.__cause__, StepDivergedError))
+            return
+        except BaseUnusableError as error:
+            await self._waits(run, error)
             return
         if step is not None:
             await self._commit(run, step, partial(_finished, run, batch, step))
@@ -252,6 +259,9 @@ class LaneTraining:
         why = "be resumed" if run.start_from is None else f"begin from {run.start_from.snapshot.uri}"
         try:
             step = await outlast(f"{run.state.name}, which is to {why},", lambda: self._steps.begin_anew(run))
+        except BaseUnusableError as error:
+            await self._waits(run, error)
+            return
         except (ModelDivergedError, ObjectNotFoundError, DigestMismatchError, InvalidKeyError, StepFailedError, RankDiedError) as error:
             detail = f"it can't {why}: {cause_of(error)}"
             forked = run.start_from is not None
@@ -259,13 +269,17 @@ class LaneTraining:
             run.set_status("stopped" if forked else "diverged", detail)
             await self._committer.commit()
             return
-        await self._commit(run, step, lambda: _begins_anew(run))
+        await self._commit(run, step, partial(_begun_anew, run))
 
     async def _settle(self, run: ModelRun) -> None:
         """Store a snapshot of a model that has no step for long: what its last steps trained on may go, retention takes it some day."""
         run.settling = False
         try:
             taken = await outlast(f"the snapshot of step {run.state.policy_version} of {run.state.name}", lambda: self._steps.settle(run))
+        except BaseUnusableError as error:
+            run.settling = True
+            await self._waits(run, error)
+            return
         except ModelDivergedError as error:
             await self._stopped(run, None, "diverged", str(error))
             return
@@ -273,19 +287,28 @@ class LaneTraining:
             await self._committer.commit(snapshots={run.state.model_id: taken})
             logger.info("step %d of %s has a snapshot now", run.state.policy_version, run.state.name)
 
-    async def _stopped(self, run: ModelRun, batch: Batch | None, status: Literal["stopped", "diverged"], detail: str) -> None:
+    async def _waits(self, run: ModelRun, error: BaseUnusableError) -> None:
+        """The batch stays as it is, until the base model can be used; this attempt does not count."""
+        if run.intent is not None and run.intent.attempts and state_key(run.state) in self._counted:
+            self._counted.discard(state_key(run.state))
+            run.intent = run.intent.model_copy(update={"attempts": run.intent.attempts - 1})
+        wait(run, cause_of(error), ranks=True)
+        await self._committer.commit()
+
+    async def _stopped(
+        self, run: ModelRun, batch: Batch | None, status: Literal["stopped", "diverged"], detail: str, *, own: bool = False
+    ) -> None:
+        """Stop a model. Its job waits for it, unless it is the job's own step that diverges: it would do so again."""
         said = f"the model {'has diverged' if status == 'diverged' else 'is stopped'}: {detail}"
         logger.error("%s: %s", run.state.name, said)
         run.intent = None
-        if (
-            batch is not None
-            and batch.job_id is not None
-            and batch.job_id in run.jobs
-            and _state_of(run, batch.job_id) is not JobState.PAUSED
-        ):
-            run.move_job(batch.job_id, JobState.FAILED, message=said)
-            run.refuse_all(RejectionReason.MODEL_STOPPED, said, batch.job_id)
         run.set_status(status, detail)
+        if batch is not None and batch.job_id is not None and batch.job_id in run.jobs:
+            if own and _state_of(run, batch.job_id) is not JobState.PAUSED:
+                run.move_job(batch.job_id, JobState.FAILED, message=said)
+                run.refuse_all(RejectionReason.MODEL_STOPPED, said, batch.job_id)
+            else:
+                run.note_waiting(batch.job_id, said)
         await self._committer.commit()
 
     def _give_up(self, run: ModelRun, batch: Batch, message: str) -> None:
@@ -305,13 +328,20 @@ class LaneTraining:
 
 
 def _begins_anew(run: ModelRun) -> bool:
-    return run.status == "active" and (run.rebasing is not None or run.start_from is not None)
+    return run.usable and (run.rebasing is not None or run.start_from is not None)
+
+
+def _begun_anew(run: ModelRun) -> bool:
+    if wanted := _begins_anew(run):
+        go_on(run)
+    return wanted
 
 
 def _finished(run: ModelRun, batch: Batch, step: CommittedStep) -> bool:
     """Say what the step leads to; False: a command took the batch away meanwhile."""
     if not _wanted(run, batch):
         return False
+    go_on(run)
     for lost in batch.lost:
         run.reject_members(lost.waiting, lost.members, listed=True)
     finish_job(run, step)

@@ -34,8 +34,7 @@ class DuplicateWindow:
         self._since: deque[int] = deque()
         self._unlisted = 0
         """Of the ids admitted since the snapshot, those that are not in `_since` any more: older than the others."""
-        for value in _hashes(base64.b64decode(since)):
-            self._add(value)
+        self.add_listed(since)
 
     def seen(self, group_id: str) -> bool:
         """Whether the id was admitted within the window."""
@@ -44,6 +43,11 @@ class DuplicateWindow:
     def add(self, group_id: str) -> None:
         """Note an admitted id; the oldest one leaves when the window is full."""
         self._add(_hash(group_id))
+
+    def add_listed(self, since: str) -> None:
+        """Note the ids that a state lists."""
+        for value in _hashes(base64.b64decode(since)):
+            self._add(value)
 
     def _add(self, value: int) -> None:
         if value in self._known:

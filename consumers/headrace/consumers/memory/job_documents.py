@@ -5,10 +5,12 @@ Gives up: nothing.
 """
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from headrace.consumers.memory.state_bounds import MESSAGE_LIMIT
 from headrace.schemas.base import utc_now
+from headrace.schemas.events import JobStateChanged
 from headrace.schemas.jobs import (
     LISTED_REJECTIONS,
     TRANSITIONS,
@@ -92,3 +94,22 @@ def without_evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
 def evaluation_of(metrics: Mapping[str, float]) -> dict[str, float]:
     """What the evaluation set of a step scored, without the prefix of its metrics."""
     return {name.removeprefix(_EVALUATION): value for name, value in metrics.items() if name.startswith(_EVALUATION)}
+
+
+def change_of(document: JobDocument, *, previous: JobState | None, message: str | None) -> JobStateChanged:
+    """What subscribers hear of a document that has changed."""
+    return JobStateChanged(
+        job_id=document.job_id,
+        model_id=document.model_id,
+        state=document.state,
+        previous=previous,
+        message=message,
+        num_sequences=document.num_sequences,
+        step=document.step,
+        moves=document.moves,
+    )
+
+
+def since(timestamp_ms: int) -> datetime:
+    """When the log took a record."""
+    return utc_now() if timestamp_ms < 0 else datetime.fromtimestamp(timestamp_ms / 1000, UTC)

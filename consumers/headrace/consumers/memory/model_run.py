@@ -4,14 +4,14 @@ Guarantees: `state_at` is the state that a transaction may commit at any moment:
 reported with it, or pending. Gives up: any truth after a failed commit; the lane then throws its runs away and reads again (rule 5).
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 from headrace.consumers.memory.duplicates import DuplicateWindow
-from headrace.consumers.memory.job_documents import moved, opened, with_rejection
+from headrace.consumers.memory.held import Held, Retry, say_status
+from headrace.consumers.memory.job_documents import change_of, moved, opened, since, with_rejection
+from headrace.consumers.memory.refusals import REPORTED, counted, member_events
 from headrace.consumers.memory.state_bounds import DETAIL_LIMIT, MESSAGE_LIMIT, OPEN_JOBS_BYTES, JobSizes, latest
 from headrace.consumers.memory.waiting import Waiting
 from headrace.schemas.base import utc_now
@@ -22,8 +22,6 @@ from headrace.schemas.state import DoomedWeights, Intent, ModelState, OpenJob, P
 from headrace.trainer.groups import RejectedTrajectory
 
 ModelStatus = Literal["active", "deleted", "diverged", "stopped"]
-REPORTED = 5_000
-"""Refusals that the report of one step lists."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +35,9 @@ class ModelRun:
     """Admitted groups by offset, in offset order."""
     jobs: dict[str, OpenJob] = field(default_factory=dict)
     recovering: frozenset[int] = frozenset()
-    """Offsets that the committed state lists as pending: read again, and no duplicates of themselves."""
+    """Offsets that the committed state lists as admitted and pending: read again, and no duplicates of themselves."""
+    held: dict[int, Held] = field(default_factory=dict)
+    """Groups that came while the model did not train, by offset, in offset order."""
     rejected: list[GroupRejected] = field(default_factory=list)
     """Groups refused as a whole."""
     rejected_trajectories: list[TrajectoryRejected] = field(default_factory=list)
@@ -55,6 +55,9 @@ class ModelRun:
     status: ModelStatus = "active"
     status_detail: str | None = None
     status_changes: int = 0
+    waiting_for: str | None = None
+    """What is wrong with its base model: an active model trains nothing until that is repaired."""
+    retry: Retry = field(default_factory=Retry)
     intent: Intent | None = None
     rebasing: str | None = None
     start_from: StartFrom | None = None
@@ -82,11 +85,13 @@ class ModelRun:
             window=window,
             lane=lane,
             jobs={job.job_id: job for job in state.open_jobs},
-            recovering=frozenset(pending.offset for pending in state.pending),
+            recovering=frozenset(p.offset for p in state.pending if state.held_from is None or p.offset < state.held_from),
+            held={p.offset: Held(job_id=p.job_id) for p in state.pending if state.held_from is not None and p.offset >= state.held_from},
             closed=list(state.closed_jobs),
             status=state.status,
             status_detail=state.status_detail,
             status_changes=state.status_changes,
+            waiting_for=state.waiting_for,
             intent=state.intent,
             rebasing=state.rebasing,
             start_from=state.start_from,
@@ -107,20 +112,34 @@ class ModelRun:
     def set_status(self, status: ModelStatus, detail: str | None) -> None:
         """The model is deleted, stopped, diverged or active again."""
         detail = detail and detail[:MESSAGE_LIMIT]
-        previous, self.status, self.status_detail = self.status, status, detail
-        self.status_changes += 1
-        self.notices.append(
-            ModelStatusChanged(
-                model_id=self.state.model_id,
-                incarnation=self.state.incarnation,
-                status=status,
-                previous=previous,
-                detail=detail,
-                policy_version=self.state.policy_version,
-                changes=self.status_changes,
-            )
-        )
-        self.touch(urgent=True)
+        say_status(self, status, detail)
+        self.status, self.status_detail, self.waiting_for, self.retry = status, detail, None, Retry()
+        self.clear_waiting()
+
+    def clear_waiting(self) -> None:
+        """What open jobs waited for may be another thing now."""
+        for job_id in list(self.jobs):
+            self.note_waiting(job_id, None)
+
+    @property
+    def shown_status(self) -> str:
+        """As `models list` shows it."""
+        return self.status if self.waiting_for is None else "waiting"
+
+    @property
+    def trains(self) -> bool:
+        """Whether groups go into buckets, and steps of them begin: no pending group is still to be read."""
+        return self.usable and not self.unread
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is active, and its base model can be used as far as is known."""
+        return self.status == "active" and (self.waiting_for is None or self.retry.step)
+
+    @property
+    def unread(self) -> bool:
+        """Whether pending groups are not in their buckets."""
+        return bool(self.recovering or self.held)
 
     @property
     def waiting_bytes(self) -> int:
@@ -134,7 +153,7 @@ class ModelRun:
 
     def handled(self, offset: int) -> bool:
         """Whether a committed state covers the record already (and it is not pending)."""
-        return offset < self.state.scanned and offset not in self.recovering
+        return offset < self.state.scanned and offset not in self.recovering and offset not in self.held
 
     def admit(self, waiting: Waiting, *, report_rejected: bool = True) -> None:
         """Put a group into its bucket, and report its members that can't train.
@@ -145,7 +164,7 @@ class ModelRun:
         """
         self.waiting[waiting.offset] = waiting
         if waiting.job_id is not None and waiting.job_id not in self.jobs:
-            self.jobs[waiting.job_id] = OpenJob(job_id=waiting.job_id, since=_since(waiting.timestamp_ms))
+            self.jobs[waiting.job_id] = OpenJob(job_id=waiting.job_id, since=since(waiting.timestamp_ms))
         if report_rejected:
             self.reject_members(waiting, waiting.group.rejected)
             # Of a pending one the committed window knows already, and may have let it go since (rule 11).
@@ -166,6 +185,7 @@ class ModelRun:
     ) -> None:
         """Refuse a group: it leaves its bucket, and the next commit reports it."""
         self.waiting.pop(offset, None)
+        self.held.pop(offset, None)
         if self.intent is not None and offset in self.intent.offsets:
             self.intent = None  # that batch will not be
         event = GroupRejected(
@@ -208,7 +228,7 @@ class ModelRun:
             members: Who can't train.
             listed: The report of the step that is committed with this has them already.
         """
-        events = self.member_events(waiting, members)
+        events = member_events(self.state.model_id, self.lane, waiting, members)
         self.rejected_trajectories.extend(events)
         room = 0 if listed else max(0, REPORTED - len(self.refused_trajectories_since))
         self.refused_trajectories_since.extend(events[:room])
@@ -225,24 +245,8 @@ class ModelRun:
                 )
                 self.jobs[event.job_id] = with_rejection(job, rejection)
 
-    def member_events(self, waiting: Waiting, members: Iterable[RejectedTrajectory]) -> list[TrajectoryRejected]:
-        """What subscribers are told of members that can't train."""
-        return [
-            TrajectoryRejected(
-                model_id=self.state.model_id,
-                group_id=waiting.group.group_id,
-                job_id=waiting.job_id,
-                reason=member.reason,
-                detail=member.detail[:DETAIL_LIMIT],
-                trajectory=member.index,
-                partition=self.lane,
-                offset=waiting.offset,
-            )
-            for member in members
-        ]
-
     def refuse_all(self, reason: RejectionReason, detail: str, job_id: str | None = None) -> None:
-        """Refuse the groups that wait: all, or those of one job."""
+        """Refuse the groups that wait in memory: all, or those of one job."""
         for waiting in list(self.waiting.values()):
             if job_id is None or waiting.job_id == job_id:
                 self.refuse(offset=waiting.offset, group_id=waiting.group.group_id, job_id=waiting.job_id, reason=reason, detail=detail)
@@ -261,7 +265,7 @@ class ModelRun:
             group_ids=record.group_ids,
             refused=refused,
             document=document,
-            since=(known.since if known is not None else None) or _since(timestamp_ms),
+            since=(known.since if known is not None else None) or since(timestamp_ms),
         )
         self._changed(document, previous=None, message=None)
         self._bound_jobs(record.job_id)
@@ -326,7 +330,7 @@ class ModelRun:
             del self.jobs[job_id]
             self._close(job_id)
 
-    def note_waiting(self, job_id: str, why: str) -> None:
+    def note_waiting(self, job_id: str, why: str | None) -> None:
         """Say in a job's document why it is not begun; the next commit publishes it."""
         job = self.jobs[job_id]
         if job.document is not None and job.document.waiting_for != why:
@@ -337,29 +341,20 @@ class ModelRun:
 
     def _changed(self, document: JobDocument, *, previous: JobState | None, message: str | None) -> None:
         self.documents[document.job_id] = document
-        self.job_events.append(
-            JobStateChanged(
-                job_id=document.job_id,
-                model_id=self.state.model_id,
-                state=document.state,
-                previous=previous,
-                message=message,
-                num_sequences=document.num_sequences,
-                step=document.step,
-                moves=document.moves,
-            )
-        )
+        self.job_events.append(change_of(document, previous=previous, message=message))
         self.touch()
 
     def state_at(self, position: int, **update: Any) -> ModelState:  # noqa: ANN401 - fields of the state
         """The state to commit when the lane stands at `position`; `update` is what a step adds."""
         still_to_read = (Pending(offset=p.offset, job_id=p.job_id) for p in self.state.pending if p.offset in self.recovering)
         now_waiting = (Pending(offset=w.offset, job_id=w.job_id) for w in self.waiting.values())
-        pending = sorted((*still_to_read, *now_waiting), key=lambda p: p.offset)
+        held = (Pending(offset=offset, job_id=one.job_id) for offset, one in self.held.items())
+        pending = sorted((*still_to_read, *now_waiting, *held), key=lambda p: p.offset)
         return self.state.model_copy(
             update={
                 "scanned": max(self.state.scanned, position),
                 "pending": tuple(pending),
+                "held_from": min(self.held, default=None),
                 "open_jobs": tuple(self.jobs.values()),
                 "closed_jobs": tuple(self.closed),
                 "refusals": counted(self.rejected, self.state.refusals),
@@ -367,6 +362,7 @@ class ModelRun:
                 "status": self.status,
                 "status_detail": self.status_detail,
                 "status_changes": self.status_changes,
+                "waiting_for": self.waiting_for,
                 "intent": self.intent,
                 "rebasing": self.rebasing,
                 "start_from": self.start_from,
@@ -400,14 +396,3 @@ class ModelRun:
         for job_id, document in documents.items():
             if self.documents.get(job_id) is document:
                 del self.documents[job_id]
-
-
-def _since(timestamp_ms: int) -> datetime:
-    return utc_now() if timestamp_ms < 0 else datetime.fromtimestamp(timestamp_ms / 1000, UTC)
-
-
-def counted(
-    events: Sequence[GroupRejected] | Sequence[TrajectoryRejected], before: Mapping[RejectionReason, int] | None = None
-) -> dict[RejectionReason, int]:
-    """Refusals by reason, on top of what was counted before."""
-    return dict(Counter(before) + Counter(event.reason for event in events))

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from headrace.consumers.memory.model_run import ModelRun, counted
+from headrace.consumers.memory.model_run import ModelRun
 from headrace.consumers.memory.outgoing import Outgoing, event_id, outgoing
+from headrace.consumers.memory.refusals import counted
 from headrace.schemas.base import utc_now
 from headrace.schemas.events import Starved, StepCompleted
 from headrace.schemas.jobs import JobDocument

@@ -10,18 +10,15 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
-from headrace.consumers.steps.folders import list_folders
+from headrace.consumers.steps.kept_snapshots import stored_snapshots
 from headrace.consumers.steps.rerun import BEGIN_ANEW
 from headrace.core.errors import HeadraceError
 from headrace.core.ledger import read_ledger, stream_ledger
 from headrace.core.settings import Settings
 from headrace.core.step_range import StepRange
 from headrace.core.store import DigestMismatchError, ObjectNotFoundError, ObjectStore, read_manifest
-from headrace.core.store.folders import MANIFEST
 from headrace.schemas.state import ModelState, StepRecord
-from headrace.schemas.weights import Manifest, WeightsRef
+from headrace.schemas.weights import WeightsRef
 
 
 class NothingToReplayError(HeadraceError):
@@ -85,7 +82,7 @@ async def find_route(settings: Settings, store: ObjectStore, state: ModelState, 
 
 async def _bounds(settings: Settings, store: ObjectStore, state: ModelState, steps: StepRange) -> tuple[int, int, list[_Stored]]:
     """First and last step that the range means in this ledger, and all states that were stored."""
-    between = await asyncio.to_thread(_snapshots, store, state)
+    between = await asyncio.to_thread(stored_snapshots, store, state)
     once: list[_Stored] = []
     end = 0
     stream = stream_ledger(settings, state.model_id, incarnation=state.incarnation, shadow_of=state.shadow_of)
@@ -101,18 +98,6 @@ async def _bounds(settings: Settings, store: ObjectStore, state: ModelState, ste
     if max(first, last) > end:
         raise NothingToReplayError(f"steps {steps} were asked for, but the ledger of {state.name} ends at step {end}")
     return first, last, once
-
-
-def _snapshots(store: ObjectStore, state: ModelState) -> dict[tuple[int, str], WeightsRef]:
-    """What is stored, by step and attempt that it is the state of. Blocks."""
-    found: dict[tuple[int, str], WeightsRef] = {}
-    for folder in list_folders(store, state.model_id, state.incarnation, "snapshot"):
-        try:
-            manifest = Manifest.model_validate_json(store.get_bytes(f"{folder.key}/{MANIFEST}"))
-        except (ObjectNotFoundError, ValidationError):
-            continue  # never finished, or half deleted
-        found[manifest.step, manifest.attempt] = WeightsRef(uri=store.uri(folder.key), digest=manifest.digest)
-    return found
 
 
 def _nearest(store: ObjectStore, once: list[_Stored]) -> tuple[Start | None, int]:

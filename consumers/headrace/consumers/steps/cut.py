@@ -62,7 +62,7 @@ def next_batch(run: ModelRun, nodes: int = 1) -> Batch | None:
         run: The model.
         nodes: Machines of the world (`LaneState.nodes`): a job that needs more is passed by.
     """
-    if run.status != "active" or run.recovering or run.rebasing is not None or run.start_from is not None:
+    if not run.trains or run.rebasing is not None or run.start_from is not None:
         # Pending groups of the committed state must be back in their buckets before anything is cut, and a new beginning comes first.
         return None
     while True:

@@ -8,7 +8,7 @@ left out, and the log says how many. The sets of the next steps are read again.
 import asyncio
 import logging
 
-from headrace.consumers.intake.admission import AdmissionRequest, Admitted
+from headrace.consumers.intake.admission import AdmissionRequest, Admitted, check_base
 from headrace.consumers.intake.admission_pool import AdmissionPool
 from headrace.core.errors import HeadraceError
 from headrace.core.group_sets import read_lines
@@ -40,6 +40,7 @@ async def evaluation_groups(
 
     Raises:
         EvaluationSetError: see there.
+        BaseUnusableError: the base model can't be used.
         HeadraceError: the store can't be reached.
     """
     if stored is None:
@@ -54,6 +55,7 @@ async def evaluation_groups(
         for number, line in enumerate(lines, start=1)
     ]
     answers = await pool.admit(requests)
+    check_base(answers)
     groups = tuple(answer.group for answer in answers if isinstance(answer, Admitted))
     refused = [(number, answer) for number, answer in enumerate(answers, start=1) if not isinstance(answer, Admitted)]
     if refused:

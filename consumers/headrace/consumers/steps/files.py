@@ -20,10 +20,10 @@ import orjson
 from headrace.consumers.steps.folders import KINDS, folder_key
 from headrace.core.store import (
     DigestMismatchError,
+    InvalidKeyError,
     ObjectExistsError,
     ObjectNotFoundError,
     ObjectStore,
-    StoreError,
     StoreUnavailableError,
     read_manifest,
     store_folder,
@@ -154,15 +154,8 @@ def _put(store: ObjectStore, folder: Path, kind: FolderKind, key: StateKey, call
 
 
 def _read_back(store: ObjectStore, ref: WeightsRef) -> None:
-    """Read a stored folder whole, and compare it with its manifest, and that with what was stored."""
-
-    def read(file: StoredFile) -> None:
-        for _ in store.get_chunks(f"{key}/{file.path}", sha256=file.sha256):
-            pass
-
-    key = store.resolve(ref.uri)
-    with _deleted_if_damaged(store, key), ThreadPoolExecutor(FOLDER_THREADS, thread_name_prefix="headrace-read-back") as pool:
-        list(pool.map(read, read_manifest(store, ref.uri, ref.digest).files))
+    with _deleted_if_damaged(store, store.resolve(ref.uri)):
+        read_whole(store, ref)
 
 
 @contextmanager
@@ -193,18 +186,38 @@ def _lay_out(out_dir: Path, duplicates: bytes, report: StepReport) -> list[Folde
     return [kind for kind in KINDS.values() if kind == "weights" or (out_dir / kind).is_dir()]
 
 
-async def load_duplicates(store: ObjectStore, snapshot: WeightsRef) -> bytes:
-    """The duplicate window of a snapshot; nothing else of it is read.
+def read_duplicates(store: ObjectStore, snapshot: WeightsRef) -> bytes:
+    """The duplicate window of a snapshot; nothing else of it is read. Blocks.
 
     Raises:
-        HeadraceError: the snapshot is not there, or not what was committed.
+        ObjectNotFoundError, DigestMismatchError: the snapshot is not there, or not what was committed.
+        InvalidKeyError: it is in another store.
+    """
+    key = store.resolve(snapshot.uri)
+    manifest = _manifest(store, snapshot)
+    digests = {file.path: file.sha256 for file in manifest.files}
+    if DUPLICATES_FILE not in digests:
+        raise DigestMismatchError(f"{snapshot.uri} has no {DUPLICATES_FILE}: it is no snapshot of a worker")
+    return store.get_bytes(f"{key}/{DUPLICATES_FILE}", sha256=digests[DUPLICATES_FILE])
+
+
+def read_whole(store: ObjectStore, ref: WeightsRef) -> None:
+    """Read a stored folder whole, and compare it with its manifest, and that with what was stored. Blocks.
+
+    Raises: as `read_duplicates`.
     """
 
-    def get() -> bytes:
-        manifest = read_manifest(store, snapshot.uri, snapshot.digest)
-        digests = {file.path: file.sha256 for file in manifest.files}
-        if DUPLICATES_FILE not in digests:
-            raise StoreError(f"{snapshot.uri} has no {DUPLICATES_FILE}: it is no snapshot of a worker")
-        return store.get_bytes(f"{store.resolve(snapshot.uri)}/{DUPLICATES_FILE}", sha256=digests[DUPLICATES_FILE])
+    def read(file: StoredFile) -> None:
+        for _ in store.get_chunks(f"{key}/{file.path}", sha256=file.sha256):
+            pass
 
-    return await asyncio.to_thread(get)
+    key = store.resolve(ref.uri)
+    with ThreadPoolExecutor(FOLDER_THREADS, thread_name_prefix="headrace-read-back") as pool:
+        list(pool.map(read, _manifest(store, ref).files))
+
+
+def _manifest(store: ObjectStore, ref: WeightsRef) -> Manifest:
+    try:
+        return read_manifest(store, ref.uri, ref.digest)
+    except InvalidKeyError as error:  # the folder's own URI is of this store: the manifest lists a path that is none
+        raise DigestMismatchError(f"{ref.uri}/{MANIFEST} is damaged: {error}") from error

@@ -18,7 +18,7 @@ def foreseen(run: ModelRun, current: Batch, nodes: int) -> Batch | None:
         current: Has run, and is not committed.
         nodes: Machines of the world.
     """
-    if run.status != "active" or run.recovering or run.rebasing is not None or run.start_from is not None or run.lingered:
+    if not run.trains or run.rebasing is not None or run.start_from is not None or run.lingered:
         return None
     batch = stream_batch(run, without=frozenset(current.offsets))
     if batch is None:

@@ -29,7 +29,6 @@ from headrace.core.store import InvalidKeyError, ObjectStore
 from headrace.schemas.envelope import header_text, open_record
 from headrace.schemas.errors import CodecError
 from headrace.schemas.state import ModelState, StepRecord
-from headrace.schemas.weights import WeightsRef
 
 logger = logging.getLogger(__name__)
 
@@ -163,11 +162,12 @@ class OrphanCollector:
     def _keys(self, state: ModelState) -> set[str]:
         """Of the folders that a state names."""
         start = None if state.start_from is None else state.start_from.snapshot
-        return {key for ref in (state.weights, state.snapshot, start) if ref is not None and (key := self._key(ref)) is not None}
+        uris = [ref.uri for ref in (state.weights, state.snapshot, start) if ref is not None]
+        return {key for uri in (*uris, *state.unknown_versions) if (key := self._key(uri)) is not None}
 
-    def _key(self, ref: WeightsRef) -> str | None:
+    def _key(self, uri: str) -> str | None:
         try:
-            return self._store.resolve(ref.uri)
+            return self._store.resolve(uri)
         except InvalidKeyError:  # in another store: nothing here is meant
             return None
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.consumers.intake.admission import AdmissionRequest, Admitted
+from headrace.consumers.intake.admission import AdmissionRequest, Admitted, check_base
 from headrace.consumers.intake.admission_pool import AdmissionPool
 from headrace.consumers.steps.cut import judge
 from headrace.consumers.steps.evaluation_sets import EvaluationSetError, evaluation_groups
@@ -36,8 +36,8 @@ from headrace.schemas.training import ModelSettings, TrainConfig
 from headrace.schemas.weights import StoredFile, WeightsRef
 from headrace.trainer.groups import TokenizedGroup
 from headrace.trainer.options import merged_config, resolve
-from headrace.trainer.plan import BaseSource, KlReference, StateKey, StepPlan, StepResult
-from headrace.trainer.rank import StepFailedError, cause_of
+from headrace.trainer.plan import BaseSource, BaseUnusableError, KlReference, StateKey, StepPlan, StepResult
+from headrace.trainer.rank import BaseNotLoadedError, StepFailedError, cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +122,7 @@ class StepReruns:
 
         Raises:
             CannotRerunError: see there.
+            BaseUnusableError: the base model can't be used; the step may be run again when it can.
             StateNotHeldError, RankDiedError: as `TrainerWorld.run`; begin again from a snapshot.
             HeadraceError: the store or the broker is away.
         """
@@ -152,6 +153,8 @@ class StepReruns:
             digest = await asyncio.to_thread(_digest_of, out_dir / "weights")
         except StepFailedError as error:
             await asyncio.to_thread(shutil.rmtree, out_dir, ignore_errors=True)
+            if isinstance(error, BaseNotLoadedError):
+                raise
             raise CannotRerunError(f"step {record.step} failed, which it did not before: {cause_of(error)}") from error
         except BaseException:
             shutil.rmtree(out_dir, ignore_errors=True)
@@ -168,7 +171,7 @@ class StepReruns:
     def _base(self, model: ModelSettings) -> BaseSource:
         entry = self._settings.base_models.get(model.base_model)
         if entry is None:
-            raise CannotRerunError(f"base model {model.base_model!r} is not in this worker's catalogue")
+            raise BaseUnusableError(f"base model {model.base_model!r} is not in this worker's catalogue")
         return base_source(entry)
 
     async def _evaluation(self, record: StepRecord, model: ModelSettings) -> tuple[TokenizedGroup, ...]:
@@ -212,7 +215,9 @@ class StepReruns:
         base = self._base(model)
         requests = [AdmissionRequest.of(found, base, model) for found in records.values()]
         groups = []
-        for offset, answer in zip(records, await self._pool.admit(requests), strict=True):
+        answers = await self._pool.admit(requests)
+        check_base(answers)
+        for offset, answer in zip(records, answers, strict=True):
             if not isinstance(answer, Admitted):
                 why = getattr(answer, "detail", type(answer).__name__)
                 raise CannotRerunError(

@@ -22,29 +22,30 @@ from pathlib import Path
 from headrace.consumers.intake.admission_pool import AdmissionPool
 from headrace.consumers.memory.job_documents import evaluation_of, options_of, without_evaluation
 from headrace.consumers.memory.model_run import ModelRun
+from headrace.consumers.memory.refusals import member_events
 from headrace.consumers.memory.transaction import CommittedStep, TakenSnapshot
 from headrace.consumers.steps.ahead import Begun, Following, NextPlan, StepAhead, same_step
 from headrace.consumers.steps.attempts import Attempts
-from headrace.consumers.steps.catalogue import problem_of
+from headrace.consumers.steps.catalogue import base_problem, problem_of
 from headrace.consumers.steps.catch_up import CatchUp, ModelDivergedError, state_key
 from headrace.consumers.steps.cut import Batch
 from headrace.consumers.steps.evaluation_sets import EvaluationSetError
 from headrace.consumers.steps.files import StoredStep, store_for_deployment, store_snapshot, store_step
+from headrace.consumers.steps.kept_snapshots import RESUME
 from headrace.consumers.steps.kl_references import KlReferences, ReferenceMissingError
 from headrace.consumers.steps.plans import StepPlans, config_of
 from headrace.consumers.steps.records import StepOutcome, committed_step
 from headrace.consumers.steps.report import build_report
 from headrace.consumers.steps.rerun import StepReruns
 from headrace.consumers.steps.world import StateNotHeldError, TrainerWorld
-from headrace.core.kafka import client_options
 from headrace.core.outages import outlast
 from headrace.core.settings import Settings
 from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError, ObjectStore
 from headrace.schemas.jobs import JobState
 from headrace.schemas.state import Rebased, StepRecord
 from headrace.schemas.weights import WeightsRef
-from headrace.trainer.plan import StateKey, StepPlan, StepResult
-from headrace.trainer.rank import RankDiedError, StepDivergedError, StepFailedError, cause_of
+from headrace.trainer.plan import BaseUnusableError, StateKey, StepPlan, StepResult
+from headrace.trainer.rank import BaseNotLoadedError, RankDiedError, StepDivergedError, StepFailedError, cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +93,8 @@ class StepRunner:
         self._references = references
         self._plans = StepPlans(settings, store, pool, references)
         reruns = StepReruns(settings, world, pool, lane, references)
-        options = client_options(settings.kafka, f"headrace-catch-up-{lane}")
         self._max_attempts = settings.worker.max_step_attempts
-        topic = settings.topic_names.steps
-        self._catch_up = CatchUp(options, topic, lane, world, reruns, max_attempts=self._max_attempts)
+        self._catch_up = CatchUp(settings, store, lane, world, reruns)
         self._work_dir = settings.worker.work_dir.absolute()
         self._failures: Counter[StateKey] = Counter()
         self.attempts = Attempts(settings)
@@ -116,6 +115,7 @@ class StepRunner:
             BatchGivenUpError: it failed for good.
             CannotBeginError: it is the model's first, and its start weights can't be had.
             ModelDivergedError: the state that it starts from can't be had again, or an update made weights that are no longer sane.
+            BaseUnusableError: the base model can't be used; the batch is not at fault.
         """
         return await outlast(_called(run), lambda: self._run(run, batch, following), waits=self.waits)
 
@@ -138,9 +138,7 @@ class StepRunner:
         await outlast(_called(run), ready)
 
     async def _run(self, run: ModelRun, batch: Batch, following: Following) -> CommittedStep:
-        config = config_of(run, batch)
-        if (problem := problem_of(run.state.settings.model_copy(update={"train": config}), self._settings.base_models)) is not None:
-            raise BatchGivenUpError(problem)
+        self._check(run, batch)
         key = state_key(run.state)
         while True:
             timer = _Timer(time.perf_counter(), {})
@@ -166,7 +164,7 @@ class StepRunner:
                     raise CannotBeginError(f"the weights that it begins with can't be used: {error}") from error
                 if isinstance(error, InvalidKeyError):
                     raise  # another store than the one that trained it: this worker is set up wrongly
-                raise ModelDivergedError(f"the snapshot of step {run.state.snapshot_step} can't be used: {error}") from error
+                raise ModelDivergedError(f"the snapshot of step {run.state.snapshot_step} can't be used: {error}. {RESUME}") from error
             except StateNotHeldError as error:
                 logger.warning("%s: caught up once more", error)  # as above, after it was caught up
                 shutil.rmtree(plan.out_dir, ignore_errors=True)
@@ -178,8 +176,17 @@ class StepRunner:
                 self.ahead.drop()
                 raise
 
+    def _check(self, run: ModelRun, batch: Batch) -> None:
+        if (missing := base_problem(run.state.settings, self._settings.base_models)) is not None:
+            raise BaseUnusableError(missing)
+        settings = run.state.settings.model_copy(update={"train": config_of(run, batch)})
+        if (problem := problem_of(settings, self._settings.base_models)) is not None:
+            raise BatchGivenUpError(problem)
+
     def _failed(self, key: StateKey, error: StepFailedError | RankDiedError) -> None:
-        """Count a failed attempt; raises where there is no other."""
+        """Count a failed attempt; raises where there is no other, or where the step is not at fault."""
+        if isinstance(error, BaseNotLoadedError):
+            raise error
         if isinstance(error, StepDivergedError):  # another attempt would make the same numbers
             self.ahead.drop()
             raise ModelDivergedError(f"step {key.step + 1}: {cause_of(error).partition('DivergedError: ')[2]}") from error
@@ -239,12 +246,14 @@ class StepRunner:
         attempt = await self.attempts.new(state.model_id)
         becomes = StateKey(model_id=state.model_id, incarnation=state.incarnation, step=state.policy_version + 1, attempt=attempt)
         snapshot: WeightsRef | None
+        trained = state.policy_version
         if (origin := run.start_from) is not None:
             begins = StateKey(model_id=origin.forked_from, incarnation=origin.incarnation, step=origin.step, attempt=origin.attempt)
             scalars, snapshot, cut, stopped = origin.scalars, origin.snapshot, "forked", None
         else:
             reached = await self._catch_up.reach(state)
             begins, scalars, snapshot, cut, stopped = reached.state, reached.scalars, reached.snapshot, "rebased", reached.stopped
+            trained = reached.trained
         plan = StepPlan(
             state=begins,
             attempt=attempt,
@@ -270,11 +279,11 @@ class StepRunner:
         if run.rebasing is None or state.weights is None:
             return step
         rebased = Rebased(
-            step=min(begins.step + 1, state.policy_version),
-            reason=run.rebasing if stopped is None else f"{run.rebasing}; resumed from step {begins.step}: {stopped}",
+            step=min(trained + 1, state.policy_version),
+            reason=run.rebasing if stopped is None else f"{run.rebasing}; resumed from step {trained}: {stopped}",
             expected_digest=state.weights.digest,
             found_digest=step.record.weights.digest,
-            resumed_from=begins.step,
+            resumed_from=trained,
         )
         return replace(step, record=step.record.model_copy(update={"rebased": rebased}))
 
@@ -323,7 +332,7 @@ class StepRunner:
         # Both at one moment: the snapshot's window, and which of the ids since the last snapshot it holds.
         duplicates, window_ids = run.window.to_bytes() if plan.snapshot else b"", run.window.since
         reported = (len(run.refused_since), len(run.refused_trajectories_since), run.refused_unlisted)
-        lost = [event for group in batch.lost for event in run.member_events(group.waiting, group.members)]
+        lost = [event for group in batch.lost for event in member_events(run.state.model_id, self._lane, group.waiting, group.members)]
         report = await asyncio.to_thread(  # 0.1 s for thousands of trajectories
             build_report,
             plan=plan,
