@@ -308,6 +308,23 @@ async def test_an_engine_of_a_deployment_serves_what_it_is_asked_to_load_until_t
         await ask(engine, model_id, 404)
 
 
+async def test_a_late_engine_whose_newest_version_can_not_be_had_serves_the_newest_that_can(acks, site, trained):
+    folders = {version: adapter(site.base, site.new_folder() / str(version), version) for version in (1, 2, 3, 4)}
+    for version, folder in folders.items():
+        published = await site.publish(trained, version, folder)
+        step = record(version, model_id=trained, incarnation=published.incarnation)
+        uri = published.uri if version < 3 else f"{published.uri}-gone"
+        ref = step.weights.model_copy(update={"uri": uri, "digest": published.digest})
+        await site.send(site.settings.topic_names.steps, trained, step.model_copy(update={"weights": ref}))
+    await site.send(site.settings.topic_names.weights, trained, published.model_copy(update={"policy_version": 5, "uri": uri}))
+    async with running(site, engine_id="late", models=(trained,)) as late:
+        ack = await acks.of(f"late:{trained}", lambda ack: isinstance(ack, WeightsFailed))
+        assert (ack.policy_version, ack.serving) == (5, 2)
+        answer = await ask(late, trained)
+        assert answer["policy_version"] == 2
+        assert is_of(answer, loaded(site.base, folders[2]))
+
+
 async def test_an_engine_of_a_deployment_serves_what_it_is_asked_to_load_though_its_job_was_deleted(acks, site):
     model_id = await site.create(uuid.uuid4().hex)
     await site.take_up(model_id)

@@ -7,7 +7,7 @@ version 0 in the place of a later one that is still being loaded, or that could 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ BASE_DIGEST = "base"
 """What an ack of version 0 says as its digest, where that is the base model."""
 NEWS_SECONDS = 0.5
 """What was just created or published is on its way here: a name that is not known yet is waited for so long."""
+_LOOKED_BACK = 16
 _LOADING_SECONDS = 120.0
 """A request waits for a version to be loaded so long at most."""
 
@@ -83,7 +84,7 @@ class ServedModel:
         self._acks = acks
         self._ledger = ledger
         self._target = WeightTarget(model_id=followed.view.model_id)
-        self._applier = WeightApplier(self._target, cache, self, acks, moved=self._notify, named=self._name_of)
+        self._applier = WeightApplier(self._target, cache, self, acks, moved=self._notify, named=self._name_of, older=self._before)
         self._moved = asyncio.Condition()
         self._loads: dict[Version, asyncio.Task[None]] = {}
         self._said_zero: str | None = None
@@ -225,16 +226,7 @@ class ServedModel:
             raise PolicyNotReadyError(f"the ledger can't be read for {self._name(version)}: {error}") from error
         if ref is None:
             raise NoSuchPolicyError(f"version {version} of model {view.model_id} is not in the ledger")
-        wanted = WeightsPublished(
-            model_id=view.model_id,
-            incarnation=incarnation,
-            policy_version=version,
-            base_model=view.settings.base_model,
-            format=view.settings.adaptation,
-            uri=ref.uri,
-            digest=ref.digest,
-            files=(),
-        )
+        wanted = self._as_published(key, ref)
         try:
             await self._held.take(key, await asyncio.to_thread(self.cache.fetch, wanted))
         except StoreUnavailableError as error:
@@ -243,6 +235,31 @@ class ServedModel:
             raise NoSuchPolicyError(f"the weights of {self._name(version)} are no longer stored: {error}") from error
         except WeightsMismatchError as error:
             raise NoSuchPolicyError(f"the weights of {self._name(version)} do not fit this engine's base model: {error}") from error
+
+    async def _before(self, published: WeightsPublished) -> AsyncGenerator[WeightsPublished]:
+        """The versions before one that are in the ledger, newest first; not more than `_LOOKED_BACK` versions back."""
+        newest = published.policy_version - 1
+        for version in range(newest, max(0, newest - _LOOKED_BACK), -1):
+            try:
+                ref = await self._ledger(published.model_id, published.incarnation, version)
+            except HeadraceError as error:
+                logger.warning("the ledger can't be read for %s: %s", self._name(version), error)
+                return
+            if ref is not None:
+                yield self._as_published((published.incarnation, version), ref)
+
+    def _as_published(self, key: Version, ref: WeightsRef) -> WeightsPublished:
+        view = self._followed.view
+        return WeightsPublished(
+            model_id=view.model_id,
+            incarnation=key[0],
+            policy_version=key[1],
+            base_model=view.settings.base_model,
+            format=view.settings.adaptation,
+            uri=ref.uri,
+            digest=ref.digest,
+            files=(),
+        )
 
     async def _serve_zero(self, followed: Followed) -> None:
         """Say that version 0 is served."""

@@ -10,7 +10,8 @@ Gives up: stopping a download that runs in a thread; it is left to end by itself
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 
 from headrace.consumers.weights.acks import EngineAcks
@@ -38,6 +39,7 @@ class WeightApplier:
         moved: Called after each change that somebody may wait for: a version served or refused, the model deleted.
         on_applied: Called after each version is served and acknowledged; what it raises is logged.
         named: Under which name the engine serves a version, for its ack; None: not said.
+        older: The versions before one, newest first; None: they are not known.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class WeightApplier:
         moved: Callable[[], Awaitable[None]],
         on_applied: Callable[[WeightsPublished], Awaitable[None]] | None = None,
         named: Callable[[WeightsPublished], str] | None = None,
+        older: Callable[[WeightsPublished], AsyncGenerator[WeightsPublished]] | None = None,
     ) -> None:
         self._target = target
         self._cache = cache
@@ -58,6 +61,7 @@ class WeightApplier:
         self._moved = moved
         self._on_applied = on_applied
         self._named = named
+        self._older = older
         self.published: WeightsPublished | None = None
         """What the engine serves; None: what it was started with."""
         self.refused: tuple[WeightsPublished, Exception] | None = None
@@ -127,8 +131,28 @@ class WeightApplier:
         except TimeoutError:
             return
 
+    async def _take_older(self, target: WeightsPublished) -> None:
+        """Serve the newest version before one that can't be had, where none of the incarnation is served yet."""
+        if self._older is None:
+            return
+        async with aclosing(self._older(target)) as versions:
+            async for version in versions:
+                if self._target.target is not target:
+                    return
+                try:
+                    folder = await asyncio.to_thread(self._cache.fetch, version)
+                    await self._adapter.apply(folder, version)
+                except Exception as error:  # noqa: BLE001 - as above, or it is not to be had either
+                    logger.warning("version %d can't be served either: %s", version.policy_version, error)
+                    continue
+                self.published = version
+                return
+
     async def _failed(self, target: WeightsPublished, error: Exception) -> None:
         engine = self._acks.engine_id
+        now = self.published
+        if now is None or (now.model_id, now.incarnation) != (target.model_id, target.incarnation):
+            await self._take_older(target)
         logger.error("engine %s can't take version %d and stays at %d: %s", engine, target.policy_version, self.version, error)
         self.refused = (target, error)
         now = self.published
