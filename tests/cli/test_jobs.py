@@ -63,7 +63,8 @@ def test_jobs_are_listed_shown_paused_resumed_and_cancelled(
     table = cli("jobs", "list").out
     assert all(text in table for text in ("ran", MODEL, "FAILED", r"it\x1b[2J broke", "2026-01-02 00:00:00", "RUNNING", "PENDING"))
     assert [job["job_id"] for job in cli("jobs", "list", "--json", "--model", "solver", "-p", "maze").json] == ["ran", "runs", "waits"]
-    assert cli("jobs", "list", "--json", "--model", "other").json == []
+    unknown = cli("jobs", "list", "--json", "--model", "other")
+    assert (unknown.code, "there is no model 'other'" in unknown.err) == (1, True)
     for state in ("running", "JOB_STATE_RUNNING"):
         assert [job["job_id"] for job in cli("jobs", "list", "--json", "--state", state).json] == ["runs"]
 
