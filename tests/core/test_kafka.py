@@ -41,6 +41,7 @@ def test_sasl_over_tls_passes_mechanism_user_and_password(mechanism: str) -> Non
         "bootstrap_servers": "broker:9093",
         "client_id": "me",
         "request_timeout_ms": 40_000,
+        "metadata_max_age_ms": 10_000,
         "security_protocol": "SASL_SSL",
         "sasl_mechanism": mechanism,
         "sasl_plain_username": "user",

@@ -8,7 +8,7 @@ from tests.core.ledgers import record
 from tests.worker.stage import Stage
 from tests.worker.test_cut import group, run_of
 
-from headrace.consumers.lanes.intake import MAX_PENDING
+from headrace.consumers.memory.held import MAX_PENDING
 from headrace.consumers.lanes.writer import LaneWriter
 from headrace.consumers.memory.duplicates import LISTED, DuplicateWindow
 from headrace.consumers.memory.model_run import ModelRun
