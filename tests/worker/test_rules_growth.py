@@ -8,9 +8,9 @@ from tests.core.ledgers import record
 from tests.worker.stage import Stage
 from tests.worker.test_cut import group, run_of
 
-from headrace.consumers.memory.held import MAX_PENDING
 from headrace.consumers.lanes.writer import LaneWriter
 from headrace.consumers.memory.duplicates import LISTED, DuplicateWindow
+from headrace.consumers.memory.held import MAX_PENDING
 from headrace.consumers.memory.model_run import ModelRun
 from headrace.consumers.memory.state_bounds import pending_room
 from headrace.consumers.memory.transaction import CommittedStep, build
