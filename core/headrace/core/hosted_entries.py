@@ -42,6 +42,7 @@ def _decode(body: bytes | memoryview, columns: Columns) -> SampledGroup:
     text = b"".join([*pieces, view[at:]])
     need(not holds_stand_in(text))
     raw = load_json(text)
+    need(not any(trajectory.get("exchanges") for trajectory in raw["trajectories"]))  # entries of exchanges are no choice's yet
     turns: list[SampledTokens | None] = []
     taken = 0
     for choice, path in raw_choices(raw):

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic_core import PydanticSerializationError
 
 from headrace.schemas.arrays import first_infinite, first_negative
+from headrace.schemas.captured import OwnName, unfold
 from headrace.schemas.errors import CodecError
 from headrace.schemas.parsing import check_finite, load_json, shown, validate, write_json
 from headrace.schemas.reasons import DeadLetterReason as Reason
@@ -60,17 +61,22 @@ def sampled(group: TrajectoryGroup) -> SampledGroup:
     return _from_raw(raw)
 
 
-def decode_group(body: bytes | memoryview, content_type: str = JSON_TYPE) -> SampledGroup:
-    """Read a group in the form that its content type names (parameters such as `; charset` are ignored).
+def decode_group(body: bytes | memoryview, content_type: str = JSON_TYPE, *, own: OwnName | None = None) -> SampledGroup:
+    """Read a group in the form that its content type names (parameters such as `; charset` are ignored); captured exchanges as histories.
+
+    Args:
+        body: The group.
+        content_type: Of the body.
+        own: Whether an exchange's model is the trained one; None: not known.
 
     Raises:
         CodecError: with the reason, the path and what is wrong.
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind == SAFETENSORS_TYPE:
-        return _decode_safetensors(memoryview(body))
+        return _decode_safetensors(memoryview(body), own)
     if kind in {JSON_TYPE, ""} or kind.endswith("+json"):
-        return _from_raw(_load_group(body))
+        return _from_raw(_load_group(body), own)
     raise CodecError(Reason.UNKNOWN_TYPE, "content-type", f"{kind!r}: {JSON_TYPE} or {SAFETENSORS_TYPE} is needed")
 
 
@@ -135,12 +141,13 @@ def _load_group(body: bytes | memoryview) -> Any:  # noqa: ANN401 - raw JSON
     return raw
 
 
-def _from_raw(raw: Any) -> SampledGroup:  # noqa: ANN401 - raw JSON
+def _from_raw(raw: Any, own: OwnName | None = None) -> SampledGroup:  # noqa: ANN401 - raw JSON
+    unfold(raw, own)
     turns = tuple(lift(choice, path) for choice, path in raw_choices(raw))
     return SampledGroup(group=validate(TrajectoryGroup, raw), turns=turns)
 
 
-def _decode_safetensors(body: memoryview) -> SampledGroup:
+def _decode_safetensors(body: memoryview, own: OwnName | None) -> SampledGroup:
     if sys.byteorder != "little":
         raise CodecError(Reason.UNKNOWN_TYPE, "", "this host is big-endian: send the JSON form")
     header, data = _split(body)
@@ -149,6 +156,7 @@ def _decode_safetensors(body: memoryview) -> SampledGroup:
     if not isinstance(text, str):
         raise CodecError(Reason.NOT_JSON, "__metadata__.group", "the group's JSON is missing")
     raw, flat = _load_group(text.encode()), _flat(header, data)
+    unfold(raw, own)
     turns: list[SampledTokens | None] = []
     at = 0
     for choice, path in raw_choices(raw):

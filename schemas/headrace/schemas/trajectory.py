@@ -13,9 +13,11 @@ from pydantic import Field
 
 from headrace.schemas.base import Open
 from headrace.schemas.chat import Choice, MessageOrChoice, Tool
+from headrace.schemas.exchanges import Exchanges
 
 MetricValue = float | int | bool
-MetadataValue = float | int | str | bool | None
+MetadataValue = Any
+"""Any JSON: clients nest objects and lists."""
 
 
 NO_REWARD = "reward is missing: a trajectory that is compared with others needs one (0.0 where it earned nothing)"
@@ -42,6 +44,10 @@ class Trajectory(Open):
     metadata: dict[str, MetadataValue] = Field(default_factory=dict)
     logs: list[str] = Field(default_factory=list)
     start_time: datetime | None = None
+    exchanges: Exchanges | None = None
+    """Captured calls, instead of hand-built histories; who reads a group reads them as histories (`headrace.schemas.captured`)."""
+    unread: str | None = None
+    """Written by the reading of `exchanges`: which call's tokens are not known. Without them the trajectory trains only as text."""
 
     def histories(self) -> Iterator[tuple[list[MessageOrChoice], list[Tool] | None]]:
         """The main history, then each additional one, as (items, tools)."""

@@ -97,6 +97,8 @@ class RolloutTokenizer:
         """
         if (fault := (trajectory.__pydantic_extra__ or {}).get("unreadable")) is not None:  # see `headrace.schemas.surrogates`
             raise UnfitError(Reason.UNSUPPORTED_CONTENT, str(fault))
+        if trajectory.unread is not None and not self.text:
+            raise UnfitError(Reason.MISSING_LOGPROBS, f"{trajectory.unread}; or set allow_training_without_logprobs")
         found: list[TokenSequence] = []
         counts = _Counts()
         for h, (items, tools) in enumerate(trajectory.histories()):
@@ -106,7 +108,8 @@ class RolloutTokenizer:
             if counts.missing is not None:
                 raise UnfitError(Reason.MISSING_LOGPROBS, counts.missing)
             advice = "" if self.text else "; plain assistant messages are context unless allow_training_without_logprobs"
-            raise UnfitError(Reason.NO_TRAINABLE_TOKENS, f"no sampled token in any history{advice}")
+            detail = f"no sampled token in any history{advice}"
+            raise UnfitError(Reason.NO_TRAINABLE_TOKENS, trajectory.unread or detail)
         try:
             fitted = fit(tuple(found), self.limit, truncate=self.truncate)
         except OverLongError as error:

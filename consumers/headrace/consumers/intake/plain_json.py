@@ -74,6 +74,8 @@ class PlainItem(Struct, gc=False, forbid_unknown_fields=True):
     token_span: tuple[int, int] | UnsetType = UNSET
     stop_reason: Integer | str | None = None
     """vLLM's."""
+    weight: Number | None = None
+    """Of a message: 0 where text trains; here none does."""
 
 
 class PlainHistory(Struct, gc=False, forbid_unknown_fields=True):
@@ -96,6 +98,8 @@ class PlainTrajectory(Struct, gc=False, forbid_unknown_fields=True):
     metadata: dict[str, Number | str | None] = {}
     logs: list[str] = []
     start_time: None = None
+    exchanges: None = None
+    unread: None = None
 
 
 class PlainGroup(Struct, gc=False, forbid_unknown_fields=True):
