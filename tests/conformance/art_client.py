@@ -19,10 +19,13 @@ sys.modules["wandb"] = types.ModuleType("wandb")
 import art  # noqa: E402
 import httpx  # noqa: E402
 from art.serverless.backend import ServerlessBackend  # noqa: E402
-from art.trajectories import History  # noqa: E402
 from openai import NotFoundError  # noqa: E402
 
-BASE_URL, KEY, BASE_MODEL = sys.argv[1:4]
+BASE_URL, KEY, BASE_MODEL, RELEASE = sys.argv[1:5]
+if RELEASE == "0.5.18":
+    from art.trajectories import History
+else:
+    from art.trajectories import LegacyHistory as History
 STEPS, GROUPS, ROLLOUTS = 12, 4, 8
 ENOUGH = 0.9
 WANTED = set("abcdefghijkl")  # half of the model's letters
@@ -218,14 +221,15 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def model_of(name: str) -> art.TrainableModel:
-            return art.TrainableModel(name=name, project="conformance", base_model=BASE_MODEL, base_path=folder)
+            named: dict[str, Any] = {"name": name} if RELEASE == "0.5.18" else {"name": "agent", "run_name": name}
+            return art.TrainableModel(**named, project="conformance", base_model=BASE_MODEL, base_path=folder)
 
-        model = model_of("agent-001")
+        model = model_of(f"agent-{RELEASE}")
         await model.register(backend)
         assert model.id
         assert model.entity
         assert await model.get_step() == 0
-        again = model_of("agent-001")
+        again = model_of(f"agent-{RELEASE}")
         await again.register(backend)
         assert again.id == model.id
         held("register, twice: the same model")

@@ -5,6 +5,7 @@ account, project and name). Gives up: what a command leads to is the owner's to 
 `deleting`.
 """
 
+import re
 import uuid
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -55,6 +56,15 @@ class ModelRefusedError(HeadraceError):
 def model_id_of(account: str, project: str, name: str) -> str:
     """The id of a model: a UUID5, so that whoever asks for the same model means the same id."""
     return str(uuid.uuid5(_NAMESPACE, orjson.dumps([account, project, name]).decode()))
+
+
+_MODEL_NAME = re.compile(r"(?:wandb-artifact:///)?([^/:@]+)/([^/:@]+)/([^/:@]+)")
+
+
+def names_model(name: str, model_id: str) -> bool:
+    """Whether a name without a version (`wandb-artifact:///entity/project/name`, or a model id) is that of a model."""
+    found = _MODEL_NAME.fullmatch(name)
+    return name == model_id or (found is not None and model_id_of(*found.groups()) == model_id)
 
 
 async def create_model(

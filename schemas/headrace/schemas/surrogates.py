@@ -16,7 +16,7 @@ STAND_IN = "\ufdd0"
 _ESCAPED = rb"\ufdd0"
 _RAW = STAND_IN.encode()
 _SHOWN = "\ufffd"
-_CONVERSATION = ("messages_and_choices", "tools", "additional_histories")
+_CONVERSATION = ("messages_and_choices", "tools", "additional_histories", "exchanges")
 # An escaped backslash is taken whole, so that `\\ud800`, which is text, is none; a whole pair is a character.
 _ESCAPES = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf]"

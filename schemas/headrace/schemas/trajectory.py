@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.schemas.base import Open
 from headrace.schemas.chat import Choice, MessageOrChoice, Tool
@@ -85,9 +85,17 @@ class TrajectoryGroup(Open):
     allow_training_without_logprobs: bool | None = None
 
     def without_reward(self) -> list[int]:
-        """The members whose reward was left out and is needed; none of examples to imitate."""
+        """The members whose reward was left out and is needed; none of examples to imitate, nor of clients that capture: they leave out 0."""
         members = () if self.purpose == "sft" else self.trajectories
-        return [i for i, trajectory in enumerate(members) if "reward" not in trajectory.model_fields_set]
+        return [i for i, trajectory in enumerate(members) if not trajectory.model_fields_set & {"reward", "unread"}]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _failed_alone(cls, value: Any) -> Any:  # noqa: ANN401 - raw JSON
+        """Clients that leave out what is empty send a group of failed rollouts without `trajectories`."""
+        if isinstance(value, dict) and value.get("exceptions") and "trajectories" not in value:
+            return {**value, "trajectories": []}
+        return value
 
     def choices(self) -> Iterator[Choice]:
         """Every sampled turn in wire order: by trajectory, by history, by item. The flat arrays follow this order."""

@@ -21,6 +21,8 @@ from headrace.schemas.parsing import load_json, shown
 from headrace.schemas.training import TrainConfig, contradictions, row_length_problem
 
 _LOC = ["body", "experimental_config"]
+_COMPACT_CLIENT = frozenset({"kl_ref_adapter_path", "loss_fn", "normalize_advantages", "plot_tensors", "truncated_importance_sampling"})
+"""Options that `openpipe-art` 0.5.20 and later always send, null where the caller said nothing: nobody writes them all by hand."""
 _MOST_NAMED = 50
 
 
@@ -30,6 +32,8 @@ class JobConfig:
 
     config: TrainConfig | None
     warnings: tuple[str, ...] = ()
+    compact: bool = False
+    """The sender is a client that leaves out of trajectories and groups what has its default, such as a reward of 0."""
 
 
 def read_config(text: bytes, reach: Reach, model: ModelView, faults: Faults) -> JobConfig:
@@ -63,7 +67,7 @@ def read_config(text: bytes, reach: Reach, model: ModelView, faults: Faults) -> 
     if len(unknown) > _MOST_NAMED:
         warnings.append(f"{len(unknown) - _MOST_NAMED} more options are none of this release")
     warnings += without_effect(merged_config(model.settings.train, config))
-    return JobConfig(config=config, warnings=tuple(warnings))
+    return JobConfig(config=config, warnings=tuple(warnings), compact=raw.keys() >= _COMPACT_CLIENT)
 
 
 def unreachable(config: TrainConfig, reach: Reach) -> Iterator[tuple[str, str]]:

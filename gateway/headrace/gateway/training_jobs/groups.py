@@ -6,10 +6,13 @@ job goes on. Computes: not for an event loop.
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
 
 from pydantic import ValidationError
 
 from headrace.core.hosted_entries import decode_hosted
+from headrace.core.models import names_model
 from headrace.gateway.training_jobs.faults import Faults, parts_of
 from headrace.schemas.base import non_finite_paths
 from headrace.schemas.chat import Choice, Tool
@@ -21,31 +24,48 @@ from headrace.schemas.trajectory import NO_REWARD, TrajectoryGroup
 from headrace.schemas.turns import lift, raw_choices
 
 Loc = list[str | int]
+ReadGroup = Callable[[memoryview, Loc, Faults], SampledGroup | None]
+"""`read_group` with what it needs to know of the model."""
 
 
-def read_group(text: memoryview, loc: Loc, faults: Faults, *, version: int | None) -> SampledGroup | None:
+def read_group(
+    text: memoryview, loc: Loc, faults: Faults, *, model_id: str, version: int | None, compact: bool = True
+) -> SampledGroup | None:
     """Read a group.
 
     Args:
         text: Its JSON.
         loc: Where it stands in the body.
         faults: Takes what is wrong.
+        model_id: Of the model: of a trajectory's captured exchanges those with it are read.
         version: The model's newest policy version; None: versions are not looked at.
+        compact: What is left out has its default: an empty group, a reward of 0.
 
     Returns:
         The group; None if something is wrong with it.
     """
     try:
-        group = decode_hosted(text) or decode_group(text)
+        group = decode_hosted(text) or decode_group(text, own=partial(names_model, model_id=model_id))
     except CodecError as error:
+        if compact and (empty := _empty(text)) is not None:
+            return empty
         _collect(text, loc, faults)
         faults.add_codec(loc, error)  # the place counts once: as a rule it is there by now
         return None
     before = len(faults)
-    _check(group.group, loc, faults, version)
+    _check(group.group, loc, faults, version, compact=compact)
     if version is not None:
         _check_token_versions(group, loc, faults, version)
     return group if len(faults) == before else None
+
+
+def _empty(text: memoryview) -> SampledGroup | None:
+    """A group of which a compact client left out that it has no trajectories; None where that is not what is wrong."""
+    try:
+        raw = load_json(text)
+        return SampledGroup(group=TrajectoryGroup.model_validate({"trajectories": [], **raw}), turns=()) if "trajectories" not in raw else None
+    except (CodecError, ValidationError, TypeError):
+        return None
 
 
 def _collect(text: memoryview, loc: Loc, faults: Faults) -> None:
@@ -71,11 +91,14 @@ def _collect(text: memoryview, loc: Loc, faults: Faults) -> None:
             faults.add([*loc, *parts_of(path)], fault["msg"], fault["type"])
 
 
-def _check(group: TrajectoryGroup, loc: Loc, faults: Faults, version: int | None) -> None:
+def _check(group: TrajectoryGroup, loc: Loc, faults: Faults, version: int | None, *, compact: bool) -> None:
     if group.purpose == "sft":
         faults.add([*loc, "purpose"], "examples train by POST /v1/preview/sft-training-jobs: leave purpose out", "wrong_purpose")
     for j in group.without_reward():
-        faults.add([*loc, "trajectories", j, "reward"], NO_REWARD, "missing")
+        if compact:
+            group.trajectories[j].reward = 0.0
+        else:
+            faults.add([*loc, "trajectories", j, "reward"], NO_REWARD, "missing")
     for j, trajectory in enumerate(group.trajectories):
         here = [*loc, "trajectories", j]
         _check_tools(trajectory.tools, here, faults)

@@ -71,7 +71,7 @@ async def _logged(gate: Gate, caller: Caller, model_id: str, body: ReceivedBody)
         )
     log_id = str(uuid.uuid4())
     settings, key = gate.settings, f"logged/{model_id}/{log_id}.jsonl.zst"
-    kept = await gate.readers.run(body.size, _keep, settings.store.url, settings.s3, key, body, most)
+    kept = await gate.readers.run(body.size, _keep, settings.store.url, settings.s3, model_id, key, body, most)
     fact = LoggedGroups(
         id=log_id,
         model_id=model_id,
@@ -91,7 +91,7 @@ async def _logged(gate: Gate, caller: Caller, model_id: str, body: ReceivedBody)
     return Logged(id=log_id, groups=kept.groups, trajectories=kept.trajectories)
 
 
-def _keep(url: str, s3: S3Settings, key: str, body: ReceivedBody, most: int) -> _Kept:
+def _keep(url: str, s3: S3Settings, model_id: str, key: str, body: ReceivedBody, most: int) -> _Kept:
     """Check group by group, then store. Blocks and computes."""
     store, faults = store_at(url, s3), Faults()
     groups = split(body.buffer(), most, model_id="").groups
@@ -102,7 +102,7 @@ def _keep(url: str, s3: S3Settings, key: str, body: ReceivedBody, most: int) -> 
         path = Path(folder, "groups")
         with path.open("wb") as file:
             for i, text in enumerate(groups):
-                if (read := read_group(text, ["body", "trajectory_groups", i], faults, version=None)) is not None:
+                if (read := read_group(text, ["body", "trajectory_groups", i], faults, model_id=model_id, version=None)) is not None:
                     trajectories += len(read.group.trajectories)
                     exceptions += len(read.group.exceptions)
                     rewards += sum(trajectory.reward for trajectory in read.group.trajectories)

@@ -25,7 +25,7 @@ from headrace.gateway.training_jobs.body import head_of, split
 from headrace.gateway.training_jobs.config import JobConfig, read_config
 from headrace.gateway.training_jobs.described import TrainingJobRequest, request_body
 from headrace.gateway.training_jobs.faults import Faults
-from headrace.gateway.training_jobs.groups import read_group
+from headrace.gateway.training_jobs.groups import ReadGroup, read_group
 from headrace.gateway.training_jobs.identity import Identity, identity_of
 from headrace.gateway.training_jobs.seen import model_of, version_of
 from headrace.gateway.training_jobs.staging import Placed, Staged, stage
@@ -69,7 +69,7 @@ async def _created(gate: Gate, caller: Caller, identity: Identity, body: Receive
         url=gate.settings.store.url,
         s3=gate.settings.s3,
         placed=placed,
-        version=version_of(model),
+        read=partial(read_group, model_id=model.model_id, version=version_of(model), compact=config.compact),
         faults=faults,
     )
     job = TrainingJob(job_id=identity.job_id, group_ids=staged.group_ids, config=config.config)
@@ -103,10 +103,10 @@ def place(gate: Gate, model: ModelView, identity: Identity, config: JobConfig, *
     )
 
 
-def _staged(body: ReceivedBody, most: int, *, url: str, s3: S3Settings, placed: Placed, version: int, faults: Faults) -> Staged:
+def _staged(body: ReceivedBody, most: int, *, url: str, s3: S3Settings, placed: Placed, read: ReadGroup, faults: Faults) -> Staged:
     texts = split(body.buffer(), most, model_id=placed.model_id).groups
     places: list[list[str | int]] = [["body", "trajectory_groups", i] for i in range(len(texts))]
-    groups = ((loc, partial(read_group, text, loc, version=version)) for loc, text in zip(places, texts, strict=True))
+    groups = ((loc, partial(read, text, loc)) for loc, text in zip(places, texts, strict=True))
     staged = stage(store_at(url, s3), groups, placed, faults)
     faults.check()
     return staged
