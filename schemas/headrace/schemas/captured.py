@@ -43,6 +43,8 @@ def unfold(group: Any, own: OwnName | None = None) -> None:  # noqa: ANN401 - ra
     for t, trajectory in enumerate(members if isinstance(members, list) else []):
         if isinstance(trajectory, dict) and trajectory.get("exchanges") is not None:
             try:
+                if group.get("purpose") == "sft":
+                    raise CodecError(Reason.INVALID_SCHEMA, "exchanges", "captured calls are rollouts: send an example as messages")
                 _unfold(trajectory, own)
             except CodecError as error:
                 raise CodecError(error.reason, f"trajectories[{t}].{error.path}", error.detail) from None

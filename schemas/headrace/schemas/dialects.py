@@ -34,7 +34,7 @@ def without_nulls(value: Json) -> Json:
 
 def chat(request: Json) -> tuple[list[Json], list[Json] | None]:
     """Conversation and tools of a chat completion's request."""
-    messages = [_context(without_nulls(item)) for item in _dicts(request.get("messages"), "request.messages")]
+    messages = [without_nulls(item) for item in _dicts(request.get("messages"), "request.messages")]
     return messages, _list_or_none(request.get("tools"))
 
 
@@ -57,7 +57,7 @@ def messages(request: Json) -> tuple[list[Json], list[Json] | None]:
         blocks = item.get("content")
         if item.get("role") == "assistant":
             spoken = {"content": blocks} if isinstance(blocks, str) else message_of(_dicts(blocks, f"request.messages[{i}].content"))
-            found.append(_context({"role": "assistant", **spoken}))
+            found.append({"role": "assistant", **spoken})
         else:
             found += _user_blocks(item, i)
     return found, _functions(request.get("tools"), "input_schema")
@@ -92,7 +92,7 @@ def response_items(items: Iterable[Json]) -> list[Json]:
             turn.append(item)
             continue
         if turn:
-            found.append(_context(response_message(turn)))
+            found.append(response_message(turn))
             turn = []
         if kind == "function_call_output":
             output = item.get("output")
@@ -101,7 +101,7 @@ def response_items(items: Iterable[Json]) -> list[Json]:
         elif kind == "message":
             found.append({"role": item.get("role", "user"), "content": _content(item.get("content"))})
     if turn:
-        found.append(_context(response_message(turn)))
+        found.append(response_message(turn))
     return found
 
 
@@ -193,11 +193,6 @@ def says_something(message: Json) -> bool:
 def _entries(logprobs: Json | None) -> list[Any]:
     found = [] if logprobs is None else logprobs.get("content") or logprobs.get("refusal") or []
     return found if isinstance(found, list) else []
-
-
-def _context(message: Json) -> Json:
-    """A message of a request. What an assistant said there is what another call sampled, or an example: it does not train."""
-    return message | {"weight": 0} if message.get("role") == "assistant" else message
 
 
 def _spoken(text: str, thought: str, calls: list[Json]) -> Json:

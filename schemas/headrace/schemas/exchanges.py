@@ -182,7 +182,7 @@ class Call:
     model: str | None
     """As the request names it, without a version."""
     conversation: list[Json]
-    """Chat messages before the answer; assistant messages have `weight` 0: they are context."""
+    """Chat messages before the answer; assistant messages among them are context."""
     tools: list[Json] | None
     choice: Json
     """A raw choice: `message`, `finish_reason`, and its tokens as `headrace.schemas.turns.lift` takes them."""

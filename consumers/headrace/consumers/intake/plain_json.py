@@ -74,8 +74,6 @@ class PlainItem(Struct, gc=False, forbid_unknown_fields=True):
     token_span: tuple[int, int] | UnsetType = UNSET
     stop_reason: Integer | str | None = None
     """vLLM's."""
-    weight: Number | None = None
-    """Of a message: 0 where text trains; here none does."""
 
 
 class PlainHistory(Struct, gc=False, forbid_unknown_fields=True):
