@@ -128,7 +128,7 @@ async def _pass_on(request: Request, gate: Gate, caller: Caller, path: str) -> R
 
 async def _read(gate: Gate, caller: Caller, request: Request, path: str) -> _Asked:
     # Without the ids nothing can be trained on.
-    body = await asyncio.to_thread(read_passed_on, await request.body(), with_ids=path == "chat/completions")
+    body = await asyncio.to_thread(read_passed_on, await request.body(), chat=path == "chat/completions")
     wanted, model = find_model(gate, caller, body.model)
     kept = None
     if (trajectory := request.headers.get(HEADER)) is not None:

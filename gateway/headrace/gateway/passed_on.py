@@ -1,7 +1,7 @@
 """The body of a request that goes on to an engine: the few fields that the gateway reads, and the text with another `model` in it.
 
 Guarantees: time and memory grow with the length of the body, whatever it holds: nothing of it becomes an object but the model's name. What
-goes on is what the client sent, but for the model's name and, where log-probabilities of a conversation are asked for, two switches that
+goes on is what the client sent, but for the model's name and, where log-probabilities are asked for, the switches for token ids that
 the client did not set. Limitations: the engine checks the rest; a body that is to be kept (`parsed`) has at most `_MOST_KEPT_VALUES`.
 """
 
@@ -14,9 +14,11 @@ import orjson
 
 from headrace.gateway.problems import ProblemError
 
-_SWITCHES = ("return_tokens_as_token_ids", "return_token_ids")
+_SWITCHES = {True: ("return_tokens_as_token_ids", "return_token_ids"), False: ("return_token_ids",)}
+"""For chat completions, and for completions, where people read the tokens' texts."""
 _MOST_KEPT_VALUES = 1_000_000
-_FALSE = frozenset({b"", b"null", b"false", b"0"})
+_FALSE = {True: frozenset({b"", b"null", b"false", b"0"}), False: frozenset({b"", b"null", b"false"})}
+"""A completion's `logprobs` is a number of alternatives: 0 asks for the sampled tokens' own."""
 
 
 class _Fields(msgspec.Struct):
@@ -56,12 +58,13 @@ class PassedOn:
         return found
 
 
-def read_passed_on(body: bytes, *, with_ids: bool) -> PassedOn:
+def read_passed_on(body: bytes, *, chat: bool) -> PassedOn:
     """Read a body.
 
     Args:
         body: As received.
-        with_ids: Whether log-probabilities need token ids beside them: text does not say which tokens it was.
+        chat: Whether it asks for a chat completion, or for a completion. Log-probabilities need token ids beside them: text does not say
+            which tokens it was.
 
     Raises:
         ProblemError: 400: it is not a JSON object with a model's name.
@@ -75,8 +78,8 @@ def read_passed_on(body: bytes, *, with_ids: bool) -> PassedOn:
     name = _name(fields.model)
     start = _address(fields.model) - _address(body)
     before, behind = body[:start], body[start + len(memoryview(fields.model)) :]
-    if with_ids and bytes(fields.logprobs) not in _FALSE:
-        missing = "".join(f'"{switch}":true,' for switch in _SWITCHES if not bytes(getattr(fields, switch)))
+    if bytes(fields.logprobs) not in _FALSE[chat]:
+        missing = "".join(f'"{switch}":true,' for switch in _SWITCHES[chat] if not bytes(getattr(fields, switch)))
         before = before.replace(b"{", b"{" + missing.encode(), 1)
     return PassedOn(name, before, behind)
 

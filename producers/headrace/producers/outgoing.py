@@ -133,3 +133,23 @@ def mark_with_job(
         if without_logprobs is not None:
             inner.allow_training_without_logprobs = without_logprobs
     return tuple(inners)
+
+
+def keep_last_turns(groups: "list[Group]") -> None:
+    """Of each example only the last turn trains.
+
+    Raises:
+        InvalidGroupError: one does not end with the assistant; nothing was changed.
+    """
+    members = [(i, t, member) for i, group in enumerate(groups) for t, member in enumerate(_inner(group).trajectories)]
+    for i, t, member in members:
+        try:
+            member.check_last_turn()
+        except ValueError as error:
+            raise InvalidGroupError(f"groups[{i}].trajectories[{t}]", str(error)) from None
+    for _, _, member in members:
+        member.keep_last_turn()
+
+
+def _inner(group: "Group") -> TrajectoryGroup:
+    return group.group if isinstance(group, SampledGroup) else group

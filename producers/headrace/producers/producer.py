@@ -33,7 +33,7 @@ from headrace.producers.delivery import DeliveryReport
 from headrace.producers.door import check_id, encode
 from headrace.producers.errors import BufferFullError, DeliveryError, InvalidGroupError, ProducerClosedError
 from headrace.producers.link import BATCH_BYTES, KafkaLink
-from headrace.producers.outgoing import Group, Outgoing, mark_with_job
+from headrace.producers.outgoing import Group, Outgoing, keep_last_turns, mark_with_job
 from headrace.producers.signals import termination
 from headrace.schemas.envelope import seal
 from headrace.schemas.errors import CodecError
@@ -260,6 +260,8 @@ class TrajectoryProducer:
         key = await self._resolve(wanted)
         waiting = list(groups)
         without_logprobs = None if config is None else config.allow_training_without_logprobs
+        if sft is not None and sft.assistant_turns == "last":
+            keep_last_turns(waiting)
         group_ids = mark_with_job(waiting, job_id, kind, without_logprobs=without_logprobs)
         job = TrainingJob(job_id=job_id, group_ids=group_ids, kind=kind, config=config, sft=sft)
         for i, group in enumerate(waiting):

@@ -1,8 +1,8 @@
 """What requests and answers of the four inference dialects say, as chat messages and plain token ids.
 
 Chat completions are taken as they are; `/responses` and Anthropic's `/messages` become the messages that a chat template takes.
-Guarantees: pure; a request that is no conversation raises `DialectError` with the path. Limitations: hosted tools (web search) are left out;
-what is no text stays a content part of its own type, which the tokenizer refuses by name.
+Guarantees: pure; a request that is no conversation raises `DialectError` with the path. Limitations: hosted tools (web search) are left
+out; what is no text stays a content part of its own type, which the tokenizer refuses by name.
 """
 
 import re

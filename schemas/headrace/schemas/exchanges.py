@@ -4,8 +4,8 @@
 from the answer only; a streamed answer is recorded as the one that it adds up to. Whoever captures calls reads them with this module.
 
 Guarantees: ids, log-probabilities and versions of a call have one length, or a `CodecError` with the path; a call without ids says why.
-Versions: of each token, where the answer names them (`policy_versions`, `policy_token_spans`), else of the answer (`policy_version`), else of
-its model's name (`NAME:step3`, `NAME@3`). Limitations: an echoed prompt is read only where the answer has the prompt's ids; pictures stay
+Versions: of each token, where the answer names them (`policy_versions`, `policy_token_spans`), else of the answer (`policy_version`), else
+of its model's name (`NAME:step3`, `NAME@3`). Limitations: an echoed prompt is read only where the answer has the prompt's ids; pictures stay
 content that the tokenizer refuses.
 """
 
@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from itertools import pairwise
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -211,7 +212,12 @@ def _chat(exchange: ChatExchange, path: str) -> Iterator[Call]:
     conversation, tools = dialects.chat(exchange.request)
     answer = exchange.response
     for choice in answer.choices:
-        raw: Json = {"finish_reason": choice.finish_reason, "index": 0, "message": dialects.without_nulls(choice.message), "logprobs": choice.logprobs}
+        raw: Json = {
+            "finish_reason": choice.finish_reason,
+            "index": 0,
+            "message": dialects.without_nulls(choice.message),
+            "logprobs": choice.logprobs,
+        }
         ids, scores = choice.token_ids, choice.scores
         if ids == [] and (dialects.says_something(choice.message) or dialects.has_entries(choice.logprobs)):
             ids = None  # an engine that was not asked for them
@@ -325,7 +331,7 @@ def _versions(sampled: Sampled, answer: Answer, names: list[str | None], count: 
     if sampled.policy_token_spans:
         spans = sorted(sampled.policy_token_spans, key=lambda span: span.start_token)
         versions = [span.policy_version for span in spans for _ in range(min(span.end_token, count) - span.start_token)]
-        gaps = any(after.start_token != before.end_token for before, after in zip(spans, spans[1:], strict=False))
+        gaps = any(after.start_token != before.end_token for before, after in pairwise(spans))
         if spans[0].start_token != 0 or gaps or len(versions) != count:
             raise CodecError(Reason.LENGTH_MISMATCH, f"{path}.response", f"policy_token_spans do not cover the {count} sampled tokens")
         return versions

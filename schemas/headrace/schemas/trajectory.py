@@ -49,11 +49,26 @@ class Trajectory(Open):
     unread: str | None = None
     """Written by the reading of `exchanges`: which call's tokens are not known. Without them the trajectory trains only as text."""
 
+    def check_last_turn(self) -> None:
+        """Raise ValueError where `keep_last_turn` would leave nothing to train: a history does not end with the assistant."""
+        if any(not items or not _is_spoken(items[-1]) for items, _tools in self.histories()):
+            raise ValueError("assistant_turns is 'last', but the last message is not the assistant's")
+
+    def keep_last_turn(self) -> None:
+        """Let only the last item of each history train, as supervised fine-tuning with `assistant_turns` "last" does."""
+        self.check_last_turn()
+        for items, _tools in self.histories():
+            items[:-1] = [item.model_copy(update={"weight": 0}) if _is_spoken(item) else item for item in items[:-1]]
+
     def histories(self) -> Iterator[tuple[list[MessageOrChoice], list[Tool] | None]]:
         """The main history, then each additional one, as (items, tools)."""
         yield self.messages_and_choices, self.tools
         for history in self.additional_histories:
             yield history.messages_and_choices, history.tools
+
+
+def _is_spoken(item: MessageOrChoice) -> bool:
+    return isinstance(item, Choice) or item.role == "assistant"
 
 
 class RolloutException(Open):

@@ -5,6 +5,7 @@ its number. Gives up: judging whether an example fits the model; the lane refuse
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -37,13 +38,16 @@ class ExampleLine(Open):
         return self
 
 
-def grouped(lines: Iterable[Line], faults: Faults, most_groups: int) -> Iterator[tuple[Loc, Read]]:
+def grouped(
+    lines: Iterable[Line], faults: Faults, most_groups: int, assistant_turns: Literal["all", "last"] = "all"
+) -> Iterator[tuple[Loc, Read]]:
     """Groups of the examples, in order, as `stage` takes them.
 
     Args:
         lines: That are not empty.
         faults: Takes what is wrong, line by line.
         most_groups: Of a job.
+        assistant_turns: Which of an example's assistant messages train.
     """
     found: list[Trajectory] = []
     size = count = 0
@@ -51,7 +55,7 @@ def grouped(lines: Iterable[Line], faults: Faults, most_groups: int) -> Iterator
         for line in lines:
             if faults.full:
                 return
-            if (example := _read(line, faults)) is None:
+            if (example := _read(line, faults, assistant_turns)) is None:
                 continue
             found.append(example)
             size += len(line.text)
@@ -73,13 +77,20 @@ def grouped(lines: Iterable[Line], faults: Faults, most_groups: int) -> Iterator
         faults.add(LOC, "it has no line: an example a line is needed", "too_short")
 
 
-def _read(line: Line, faults: Faults) -> Trajectory | None:
+def _read(line: Line, faults: Faults, assistant_turns: str) -> Trajectory | None:
     try:
         example = validate(ExampleLine, load_json(line.text))
     except CodecError as error:
         faults.add([*LOC, line.number, *parts_of(error.path)], f"line {line.number}: {error.detail}", str(error.reason))
         return None
-    return Trajectory(messages_and_choices=list(example.messages), tools=example.tools)
+    trajectory = Trajectory(messages_and_choices=list(example.messages), tools=example.tools)
+    if assistant_turns == "last":
+        try:
+            trajectory.keep_last_turn()
+        except ValueError as error:
+            faults.add([*LOC, line.number, "messages"], f"line {line.number}: {error}", "wrong_last_turn")
+            return None
+    return trajectory
 
 
 def _group(examples: list[Trajectory]) -> tuple[Loc, Read]:

@@ -63,7 +63,9 @@ def _empty(text: memoryview) -> SampledGroup | None:
     """A group of which a compact client left out that it has no trajectories; None where that is not what is wrong."""
     try:
         raw = load_json(text)
-        return SampledGroup(group=TrajectoryGroup.model_validate({"trajectories": [], **raw}), turns=()) if "trajectories" not in raw else None
+        return (
+            SampledGroup(group=TrajectoryGroup.model_validate({"trajectories": [], **raw}), turns=()) if "trajectories" not in raw else None
+        )
     except (CodecError, ValidationError, TypeError):
         return None
 

@@ -62,17 +62,17 @@ async def create_sft_job(body: SftRequest, request: Request, caller: KnownCaller
         faults.check()
         objects = objects_of(body.training_data_url, gate.settings.gateway, reach)
         placed = place(gate, model, identity, config, is_sft=True)
-        staged = await asyncio.to_thread(_staged, gate, objects, placed)
+        staged = await asyncio.to_thread(_staged, gate, objects, placed, sft)
         job = TrainingJob(job_id=identity.job_id, group_ids=staged.group_ids, kind="sft", config=config.config, sft=sft)
         told = (*config.warnings, *warnings, *_without_effect(config))
         await write(gate, Submission(identity=identity, caller=caller, placed=placed, staged=staged, job=job, warnings=told))
     return CreatedJob(id=identity.job_id)
 
 
-def _staged(gate: Gate, objects: list[DataObject], placed: Placed) -> Staged:
+def _staged(gate: Gate, objects: list[DataObject], placed: Placed, sft: SftConfig) -> Staged:
     faults = Faults()
     with closing(cast("Any", read_lines(gate.store, objects))) as lines:
-        staged = stage(gate.store, grouped(lines, faults, gate.settings.gateway.max_groups), placed, faults)
+        staged = stage(gate.store, grouped(lines, faults, gate.settings.gateway.max_groups, sft.assistant_turns), placed, faults)
     faults.check()
     return staged
 
