@@ -37,7 +37,11 @@ for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines():
         masks = first_occurrence_masks(histories, where=TokenFlag.SAMPLED)
         found.append(
             [
-                {"token_ids": history.tokens, "trains": mask, "logprobs": [lp if m else None for lp, m in zip(history.logprobs, mask, strict=True)]}
+                {
+                    "token_ids": history.tokens,
+                    "trains": mask,
+                    "logprobs": [lp if m else None for lp, m in zip(history.logprobs, mask, strict=True)],
+                }
                 for history, mask in zip(histories, masks, strict=True)
                 if any(mask)
             ]

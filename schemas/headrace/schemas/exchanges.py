@@ -5,8 +5,8 @@ from the answer only; a streamed answer is recorded as the one that it adds up t
 
 Guarantees: ids, log-probabilities and versions of a call have one length, or a `CodecError` with the path; a call without ids says why.
 Versions: of each token, where the answer names them (`policy_versions`, `policy_token_spans`), else of the answer (`policy_version`), else
-of its model's name (`NAME:step3`, `NAME@3`). Limitations: an echoed prompt is read only where the answer has the prompt's ids; pictures stay
-content that the tokenizer refuses.
+of its model's name (`NAME:step3`, `NAME@3`). Limitations: an echoed prompt is read only where the answer has the prompt's ids; pictures
+stay content that the tokenizer refuses.
 """
 
 import re
@@ -287,7 +287,7 @@ def _messages(exchange: MessageExchange, path: str) -> Iterator[Call]:
     raw: Json = {"finish_reason": dialects.message_end(answer.stop_reason), "index": 0, "message": dialects.message_of(answer.content)}
     if ids is not None and scores:
         raw["token_logprobs"] = scores
-    known = ids is not None
+    known = ids is not None and bool(answer.prompt_token_ids)
     yield _call(exchange, answer, path, raw, answer, ids, answer.prompt_token_ids, known=known, conversation=conversation, tools=tools)
 
 
@@ -306,6 +306,9 @@ def _call(  # noqa: PLR0917 - one place for what the four dialects share
 ) -> Call:
     asked = exchange.request.get("model")
     name = asked if isinstance(asked, str) else answer.model or exchange.model
+    scores = raw.get("token_logprobs")
+    if known and ids is not None and scores is not None and len(scores) != len(ids):
+        raise CodecError(Reason.LENGTH_MISMATCH, f"{path}.response", f"{len(ids)} token ids but {len(scores)} log-probabilities")
     if not known:
         for key in ("logprobs", "token_logprobs"):
             raw.pop(key, None)

@@ -71,7 +71,7 @@ async def _logged(gate: Gate, caller: Caller, model_id: str, body: ReceivedBody)
         )
     log_id = str(uuid.uuid4())
     settings, key = gate.settings, f"logged/{model_id}/{log_id}.jsonl.zst"
-    kept = await gate.readers.run(body.size, _keep, settings.store.url, settings.s3, model_id, key, body, most)
+    kept = await gate.readers.run(body.size, _keep, settings.store.url, settings.s3, key, body, most, model_id=model_id)
     fact = LoggedGroups(
         id=log_id,
         model_id=model_id,
@@ -91,7 +91,7 @@ async def _logged(gate: Gate, caller: Caller, model_id: str, body: ReceivedBody)
     return Logged(id=log_id, groups=kept.groups, trajectories=kept.trajectories)
 
 
-def _keep(url: str, s3: S3Settings, model_id: str, key: str, body: ReceivedBody, most: int) -> _Kept:
+def _keep(url: str, s3: S3Settings, key: str, body: ReceivedBody, most: int, *, model_id: str) -> _Kept:
     """Check group by group, then store. Blocks and computes."""
     store, faults = store_at(url, s3), Faults()
     groups = split(body.buffer(), most, model_id="").groups
