@@ -11,7 +11,7 @@ from pathlib import Path
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
-from art.trajectories import TokenFlag, TrajectoryGroup, first_occurrence_masks  # noqa: E402
+from art.trajectories import TokenFlag, TrajectoryGroup, first_occurrence_masks
 
 
 class NoTokenizer:
@@ -46,4 +46,4 @@ for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines():
                 if any(mask)
             ]
         )
-    print(json.dumps({"name": named["name"], "trajectories": found}), flush=True)
+    sys.stdout.write(json.dumps({"name": named["name"], "trajectories": found}) + "\n")

@@ -20,8 +20,8 @@ ART_0518 = (
 )
 """Its training half (torch and unsloth) is not needed to call a service: so without its dependencies, and then those that it imports."""
 
-ART = (("openpipe-art==0.5.23",),)
-"""With all that it depends on; it needs Python 3.12."""
+ART = (("openpipe-art==0.5.23", "pyarrow"),)
+"""With all that it depends on, and what `model.log` imports; it needs Python 3.12."""
 
 FIREWORKS_SDK = (("fireworks-ai[training-sdk]==1.2.30",),)
 """With what its deployment manager imports; no torch."""

@@ -73,7 +73,7 @@ def group_of(*calls: dict[str, Any], dialect: str = "chat_completions", **fields
         ("tool_loop", [((1, 2, 3, 10, 11, 9, 20, 21, 3, 12, 9), (3, 4, 5, 9, 10))]),
         (
             "stripped_thinking",
-            [((1, 2, 3, 30, 31, 32, 13, 9), (3, 4, 5, 6, 7)), ((1, 2, 3, 13, 9, 22, 3, 30, 32, 14, 9), (7, 8, 9, 10))],
+            [((1, 2, 3, 30, 31, 29, 13, 9), (3, 4, 5, 6, 7)), ((1, 2, 3, 13, 9, 22, 3, 30, 29, 14, 9), (7, 8, 9, 10))],
         ),
         ("retry_with_the_same_answer", [((1, 2, 3, 13, 9, 22, 3, 14, 9), (3, 4, 7, 8))]),
         ("retry_with_another_answer", [((1, 2, 3, 13, 9), (3, 4)), ((1, 2, 3, 15, 9, 22, 3, 14, 9), (3, 4, 7, 8))]),
@@ -153,7 +153,9 @@ def test_a_call_without_ids_trains_only_where_text_trains(tokenizer: GroupTokeni
     one_of_two = tokenized(tokenizer, read(group_of(call(0, [1, 2], [3, 9]), call(1, [], []))))
     assert [(rejected.index, rejected.reason) for rejected in one_of_two.rejected] == [(0, Reason.MISSING_LOGPROBS)]
     (sequence,) = tokenized(tokenizer, read(RECORDED["without_ids"]), ALLOW).trajectories[0].sequences
-    text = bytes(token for token, train in zip(sequence.token_ids.tolist(), sequence.trainable.tolist(), strict=True) if train and token < 256)
+    text = bytes(
+        token for token, train in zip(sequence.token_ids.tolist(), sequence.trainable.tolist(), strict=True) if train and token < 256
+    )
     assert text == b"ab"  # both turns of the one conversation
     assert all(math.isnan(logprob) for logprob in sequence.logprobs)
 
