@@ -69,7 +69,7 @@ def test_nan_and_infinity_are_refused_with_the_path_of_the_field(number: str, te
         ({"trajectories": [{"initial_policy_version": -1}]}, "trajectories[0].initial_policy_version"),
         ({"trajectories": [{"final_policy_version": "new"}]}, "trajectories[0].final_policy_version"),
         ({"trajectories": [{"metrics": {"float": "x"}}]}, "trajectories[0].metrics.float"),
-        ({"trajectories": [{"metadata": {"int": [1]}}]}, "trajectories[0].metadata.int"),
+        ({"trajectories": [{"metadata": [1]}]}, "trajectories[0].metadata"),
         ({"trajectories": [{"messages_and_choices": [{"role": "king"}]}]}, f"{CHOICE}.role"),
         ({"trajectories": [{"messages_and_choices": [{"role": "user", "content": 5}]}]}, f"{CHOICE}.content"),
         ({"trajectories": [{"messages_and_choices": [[]]}]}, CHOICE),
