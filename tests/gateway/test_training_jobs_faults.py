@@ -183,3 +183,24 @@ async def small(shared_gateway: httpx.AsyncClient) -> AsyncIterator[httpx.AsyncC
 async def test_too_many_groups_are_refused_with_the_setting(small: httpx.AsyncClient) -> None:
     found = faults(await small.post(JOBS, json=job(await make_model(small), group(), group(1), group(2))))
     assert "gateway.max_groups" in found[GROUPS]
+
+
+async def test_a_reward_is_required_where_the_client_is_none_that_leaves_out_what_has_its_default(
+    shared_gateway: httpx.AsyncClient,
+) -> None:
+    model = await make_model(shared_gateway)
+    without = {"trajectories": [trajectory(1.0, [9, 1]), {key: value for key, value in trajectory(0.0, [9, 1]).items() if key != "reward"}]}
+    assert faults(await shared_gateway.post(JOBS, json=job(model, without))).keys() == {"body.trajectory_groups.0.trajectories.1.reward"}
+    # What `openpipe-art` 0.5.23 sends: every option, and no field that has its default.
+    names = (
+        "kl_ref_adapter_path",
+        "loss_fn",
+        "normalize_advantages",
+        "plot_tensors",
+        "truncated_importance_sampling",
+        "packed_sequence_length",
+    )
+    options = dict.fromkeys(names) | {"loss_fn": "cispo", "ppo": False}
+    failed = {"exceptions": [{"type": "ValueError", "message": "boom", "traceback": ""}]}
+    assert (await shared_gateway.post(JOBS, json=job(model, without, failed, {}, config=options))).status_code == 200
+    assert (await shared_gateway.post(JOBS, json=job(model, failed))).status_code == 200

@@ -128,3 +128,28 @@ async def test_without_kafka_it_is_503_and_nothing_half_written(tmp_path: Path) 
             assert all(int(answer.headers["retry-after"]) > 0 for answer in answers)
             broker.start()
             assert await in_the_log(settings) == []
+
+
+async def test_captured_calls_of_the_model_go_to_the_log_as_arrays_and_others_do_not_train(
+    gateway: httpx.AsyncClient, settings: Settings
+) -> None:
+    model = await make_model(gateway)
+
+    def call(second: int, name: str, prompt: list[int], ids: list[int]) -> dict[str, object]:
+        message = {"role": "assistant", "content": "a"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message, "prompt_token_ids": prompt, "token_ids": ids}
+        choice |= {"compact_logprobs": [-0.5] * len(ids)}
+        request = {"model": name, "messages": [{"role": "user", "content": "q"}]}
+        return {"start_time": f"2026-01-01T00:00:0{second}Z", "request": request, "response": {"choices": [choice]}}
+
+    calls = [call(2, f"{model}@0", [2, 9, 10, 3], [11, 1]), call(0, model, [2, 9], [10]), call(1, "org/judge", [2, 4], [5])]
+    captured = {"trajectories": [{"exchanges": {"chat_completions": calls}, "reward": 1.0}, {"exchanges": {"chat_completions": calls[:1]}}]}
+    assert (await gateway.post(JOBS, json=job(model, captured))).status_code == 200
+    written, _record = await in_the_log(settings)
+    first, second = written.group.trajectories  # type: ignore[attr-defined]
+    assert (first.exchanges, first.additional_histories, first.reward, second.reward) == (None, [], 1.0, 0.0)
+    assert [turn.token_ids.tolist() for turn in written.turns] == [[10], [11, 1], [11, 1]]  # type: ignore[attr-defined]
+    assert (second.initial_policy_version, second.final_policy_version) == (0, 0)
+    never = call(0, f"{model}@7", [2], [3])
+    refused = await gateway.post(JOBS, json=job(model, {"trajectories": [{"exchanges": {"chat_completions": [never]}, "reward": 1}]}))
+    assert "version 7 was never published" in refused.text
