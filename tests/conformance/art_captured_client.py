@@ -1,5 +1,5 @@
 """Captured trajectories of the real `openpipe-art` 0.5.23 against a gateway: run by `test_art.py` with the gateway's `/v1`, a key, the base
-model and the URI of examples.
+model and the id of a dataset of examples.
 
 The agent is not written for training: it calls a model inside of `with art.Trajectory()`. Prints a line for each thing that held, and ends
 with status 1 at the first that did not.

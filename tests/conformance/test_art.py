@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 from tests.conformance.clients import ART, ART_0518, client_python, newer_python, run_client
 from tests.conformance.conftest import Site
-
-from headrace.core.store import open_store
 
 NEEDS_312 = "openpipe-art 0.5.20 and later need Python 3.12, and none was found: put python3.12 on the path"
 
@@ -34,11 +33,13 @@ def test_the_client_of_the_training_jobs_api_works_unmodified_and_its_model_lear
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_trajectories_that_the_client_captured_train_every_token_that_was_sampled(site: Site, tmp_path: Path) -> None:
-    talks = [{"messages": [{"role": role, "content": letter} for role, letter in zip(("user", "assistant") * 2, "abcd", strict=True)]}]
-    store = open_store(site.settings.store.url, site.settings.s3)
-    store.put_bytes_if_absent("mine/talks.jsonl", "".join(json.dumps(talk) + "\n" for talk in talks * 2).encode())
+    talk = {"messages": [{"role": role, "content": letter} for role, letter in zip(("user", "assistant") * 2, "abcd", strict=True)]}
+    datasets = f"{site.address}/v1/accounts/{site.account}/datasets"
+    with httpx.Client(headers={"Authorization": f"Bearer {site.key}"}, trust_env=False, timeout=60) as http:
+        http.post(datasets, json={"datasetId": "talks", "dataset": {"format": "CHAT", "userUploaded": {}}}).raise_for_status()
+        lines = f"{json.dumps(talk)}\n".encode() * 2
+        http.post(f"{datasets}/talks:upload", files={"file": ("talks.jsonl", lines)}).raise_for_status()
     script = Path(__file__).with_name("art_captured_client.py")
-    uri = store.uri("mine/talks.jsonl")
-    said = run_client(art_python(), script, f"{site.address}/v1", site.key, "tiny", uri, seconds=200, cwd=tmp_path)
+    said = run_client(art_python(), script, f"{site.address}/v1", site.key, "tiny", "talks", seconds=200, cwd=tmp_path)
     print(said)  # noqa: T201 - as above
     assert said.endswith("all held\n")

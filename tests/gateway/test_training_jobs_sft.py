@@ -129,3 +129,24 @@ async def test_a_mapped_artefact_is_read_where_it_lies_and_a_repeat_is_the_same_
         again = await http.post(SFT, json=body, headers={"x-stainless-retry-count": "2"})
         other = await http.post(SFT, json={**body, "config": {"learning_rate": 2e-5}}, headers={"x-stainless-retry-count": "2"})
     assert first.json() == again.json() != other.json()
+
+
+async def test_only_the_last_turn_of_each_example_trains_where_the_job_says_so(gateway: httpx.AsyncClient, settings: Settings) -> None:
+    two_turns = {"messages": [*example("c")["messages"], *example("d")["messages"]]}
+    body = {"model_id": await make_model(gateway), "config": {"assistant_turns": "last", "metric_logging": {"enabled": True}}}
+    good = put(settings, "mine/last.jsonl", lines(two_turns))
+    assert (await gateway.post(SFT, json=body | {"training_data_url": good})).status_code == 200
+    claim, record = await in_the_log(settings)
+    assert isinstance(claim, GroupClaim)
+    assert isinstance(record, TrainingJob)
+    assert record.sft is not None
+    assert record.sft.assistant_turns == "last"
+    stored = decode_group(redeem(open_store(settings.store.url, settings.s3), claim), claim.content_type)
+    (trajectory,) = stored.group.trajectories
+    assert [(item.model_extra or {}).get("weight") for item in trajectory.messages_and_choices] == [None, 0, None, None]
+    ends_otherwise = put(settings, "mine/other.jsonl", lines(two_turns, {"messages": [*example()["messages"], two_turns["messages"][0]]}))
+    refused = faults(await gateway.post(SFT, json=body | {"training_data_url": ends_otherwise}))
+    assert refused == {f"{URL}.2.messages": "line 2: assistant_turns is 'last', but the last message is not the assistant's"}
+    assert "body.config.assistant_turns" in faults(
+        await gateway.post(SFT, json=body | {"training_data_url": good, "config": {"assistant_turns": "first"}})
+    )

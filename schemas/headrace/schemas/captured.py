@@ -147,8 +147,8 @@ def _link(call: Call) -> _Link:
     prompt, ids = call.choice.get("prompt_token_ids"), call.choice.get("token_ids")
     if prompt is not None and ids is not None:
         try:
-            start = b"i" + array("Q", prompt).tobytes()
-            return _Link(call, start, start + array("Q", ids).tobytes())
+            start = b"i" + array("I", prompt).tobytes()
+            return _Link(call, start, start + array("I", ids).tobytes())
         except (OverflowError, TypeError):  # no ids: the codec names the place
             pass
     start = b"m" + b"".join(map(_key, call.conversation))
