@@ -24,6 +24,7 @@ from headrace.producers import (
     TrajectoryProducer,
     packed_batches,
 )
+from headrace.producers.outgoing import keep_last_turns
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.codec import JSON_TYPE, SAFETENSORS_TYPE, decode_group, sampled
 from headrace.schemas.envelope import header_text, open_record
@@ -345,3 +346,17 @@ async def test_compressing_a_large_batch_does_not_hold_up_the_event_loop(produce
         await producer.send(sampled(make_group(tokens=50_000)))
     assert threads
     assert threading.main_thread() not in threads
+
+
+def test_only_last_turns_are_kept_or_nothing_is_changed() -> None:
+    def group_of(*roles: str) -> TrajectoryGroup:
+        messages = [{"role": role, "content": "a"} for role in roles]
+        return TrajectoryGroup.model_validate({"trajectories": [{"messages_and_choices": messages}]})
+
+    good, bad = group_of("user", "assistant", "user", "assistant"), group_of("assistant", "user")
+    with pytest.raises(InvalidGroupError) as refused:
+        keep_last_turns([good, bad])
+    assert refused.value.path == "groups[1].trajectories[0]"
+    assert [item.model_extra for item in good.trajectories[0].messages_and_choices] == [{}] * 4
+    keep_last_turns([good])
+    assert [item.model_extra for item in good.trajectories[0].messages_and_choices] == [{}, {"weight": 0}, {}, {}]

@@ -282,13 +282,6 @@ class ModelSettings(Record):
         return self
 
 
-class SftMetricLogging(Record):
-    """Where the hosted service logs a job's metrics. Here they are in the job's events and in the ledger, whatever this says."""
-
-    enabled: bool = False
-    target_training_step: int | None = Field(default=None, ge=0)
-
-
 class SftConfig(Record):
     """Supervised fine-tuning as a job: several optimizer updates inside one committed step."""
 
@@ -296,7 +289,6 @@ class SftConfig(Record):
     """Examples (trajectories) of one update; `auto`: 2."""
     assistant_turns: Literal["all", "last"] = "all"
     """Which assistant messages of an example train: all of them, or only the last message, which then must be the assistant's."""
-    metric_logging: SftMetricLogging | bool | None = None
     epochs: int = Field(default=1, ge=1, le=100)
     learning_rate: (
         Annotated[float, Field(ge=0, le=10)] | Annotated[tuple[Annotated[float, Field(ge=0, le=10)], ...], Field(min_length=1)]

@@ -77,7 +77,21 @@ def _staged(gate: Gate, objects: list[DataObject], placed: Placed, sft: SftConfi
     return staged
 
 
-def _sft_config(raw: dict[str, Any], faults: Faults) -> tuple[SftConfig, list[str]]:
+class _MetricLogging(BaseModel):
+    """Where the hosted service logs a job's metrics. Here they are in the job's events and in the ledger, whatever this says."""
+
+    enabled: bool = False
+    target_training_step: int | None = Field(default=None, ge=0)
+
+
+def _sft_config(given: dict[str, Any], faults: Faults) -> tuple[SftConfig, list[str]]:
+    raw = {name: value for name, value in given.items() if name != "metric_logging"}
+    if isinstance(logging := given.get("metric_logging"), dict):
+        try:
+            _MetricLogging.model_validate(logging)
+        except ValidationError as error:
+            for fault in error.errors(include_url=False, include_input=False, include_context=False):
+                faults.add([*_LOC, "metric_logging", *fault["loc"]], fault["msg"], fault["type"])
     known = {name: value for name, value in raw.items() if name in SftConfig.model_fields and value is not None}
     warnings = [
         f"config.{shown(name)} is no option of this release: it has no effect" for name in sorted(raw.keys() - SftConfig.model_fields)
