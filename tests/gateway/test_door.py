@@ -241,19 +241,19 @@ async def test_a_host_or_origin_that_is_none_is_foreign(gateway: httpx.AsyncClie
 
 def test_what_goes_on_to_an_engine_is_the_clients_text_with_another_model() -> None:
     body = b' {"messages":[{"role":"user","content":"\xc3\xa4 {"}],\n"model" : "m\\u00e4" , "logprobs":true,"return_token_ids":false}'
-    read = read_passed_on(body, with_ids=True)
+    read = read_passed_on(body, chat=True)
     assert read.model == "mä"
     assert read.named("other@3") == (
         b' {"return_tokens_as_token_ids":true,"messages":[{"role":"user","content":"\xc3\xa4 {"}],\n"model" : "other@3" , "logprobs":true,'
         b'"return_token_ids":false}'
     )
-    assert read_passed_on(body, with_ids=False).parsed() == orjson.loads(body)
-    assert read_passed_on(b'{"model":"a","logprobs":null}', with_ids=True).named("b") == b'{"model":"b","logprobs":null}'
+    assert read_passed_on(body, chat=False).parsed() == orjson.loads(body)
+    assert read_passed_on(b'{"model":"a","logprobs":null}', chat=True).named("b") == b'{"model":"b","logprobs":null}'
     for wrong in (b"", b"[]", b"{}", b'{"model":5}', b'{"model":""}', b'{"model":"\\ud800"}', b'{"model":"a"', NESTED, b'{"model":"\xff"}'):
         with pytest.raises(ProblemError):
-            read_passed_on(wrong, with_ids=True)
+            read_passed_on(wrong, chat=True)
     with pytest.raises(ProblemError, match="values"):
-        read_passed_on(b'{"model":"a","x":[' + b"[]," * 600_000 + b"1]}", with_ids=True).parsed()
+        read_passed_on(b'{"model":"a","x":[' + b"[]," * 600_000 + b"1]}", chat=True).parsed()
 
 
 async def test_kept_exchanges_are_seen_with_keys_of_their_project(tokens: Settings) -> None:

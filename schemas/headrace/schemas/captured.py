@@ -63,6 +63,7 @@ def _unfold(trajectory: Json, own: OwnName | None) -> None:
     del trajectory["exchanges"]
     if not exchanges:
         return
+    trajectory.setdefault("reward", 0.0)  # the client that captures leaves out what has its default
     calls, unread = _of_the_model(calls_of(exchanges), own)
     lacking = [call.lacks for call in calls if call.lacks is not None]
     trajectory["unread"] = unread or (f"{lacking[0]} (calls without: {len(lacking)} of {len(calls)})" if lacking else None)

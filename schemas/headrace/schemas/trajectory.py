@@ -100,9 +100,9 @@ class TrajectoryGroup(Open):
     allow_training_without_logprobs: bool | None = None
 
     def without_reward(self) -> list[int]:
-        """The members whose reward was left out and is needed; none of examples to imitate, nor of clients that capture: they leave out 0."""
+        """The members whose reward was left out and is needed; none of examples to imitate."""
         members = () if self.purpose == "sft" else self.trajectories
-        return [i for i, trajectory in enumerate(members) if not trajectory.model_fields_set & {"reward", "unread"}]
+        return [i for i, trajectory in enumerate(members) if "reward" not in trajectory.model_fields_set]
 
     @model_validator(mode="before")
     @classmethod
