@@ -85,7 +85,7 @@ async def test_plain_groups_and_others_are_answered_in_the_order_of_the_log(tiny
 async def test_examples_need_a_job_and_lost_members_come_with_their_group(tiny_model: Path, pool: AdmissionPool) -> None:
     loose, in_job = await pool.admit([request(tiny_model, purpose="sft"), request(tiny_model, purpose="sft", job_id="j")])
     body = orjson.loads(request(tiny_model).value or b"")
-    body["trajectories"].append({"messages_and_choices": []})
+    body["trajectories"].append({"messages_and_choices": [], "reward": 0})
     (partial,) = await pool.admit([request(tiny_model, trajectories=body["trajectories"])])
     assert isinstance(loose, Refused)
     assert loose.reason is RejectionReason.SFT_WITHOUT_JOB

@@ -1,12 +1,15 @@
 """What every handler needs: settings, the view of the log, the writer, the store, the tokens. One for each app."""
 
 import asyncio
+import logging
 from contextlib import AsyncExitStack
 from typing import Annotated, cast
 
 import httpx
 from fastapi import Depends, Request
 
+from headrace.core.checkup import check_store
+from headrace.core.deadline import deadline
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
 from headrace.gateway.log_view import LogView
@@ -14,6 +17,10 @@ from headrace.gateway.log_writer import LogWriter
 from headrace.gateway.pace import Pace
 from headrace.gateway.readers import Readers
 from headrace.gateway.tokens import Tokens
+
+logger = logging.getLogger(__name__)
+
+_STORE_SECONDS = 5.0
 
 
 class Gate:
@@ -47,8 +54,22 @@ class Gate:
             await stack.enter_async_context(self.readers)
             await stack.enter_async_context(self.view)
             await stack.enter_async_context(self.writer)
+            await self._try_store()
             self._stack = stack.pop_all()
         return self
+
+    async def _try_store(self) -> None:
+        """Write to the store, which makes the folder of a new one; a store that should hold a model's files already is not made here."""
+        if self.view.tables.steps:
+            return
+        try:
+            async with deadline(_STORE_SECONDS):
+                (found,) = await asyncio.to_thread(check_store, self.settings)
+        except TimeoutError:
+            logger.warning("the object store %s does not answer: requests that need it get 503 until it does", self.settings.store.url)
+        else:
+            if not found.ok:
+                logger.warning("the object store can't be used: %s (%s)", found.detail, found.advice)
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
