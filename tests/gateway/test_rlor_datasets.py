@@ -10,6 +10,7 @@ from tests.gateway.conftest import gateway_settings, running
 
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectNotFoundError, open_store
+from headrace.core.store.keys import STORE_FILE
 from headrace.core.topic_admin import apply
 from headrace.gateway.log_view import LogView
 from headrace.gateway.rlor.dataset_facts import find_dataset
@@ -38,7 +39,7 @@ async def upload(client: httpx.AsyncClient, dataset: str, content: bytes, name: 
 
 
 def stored(folder: Path) -> list[Path]:
-    return sorted(path for path in (folder / "store").rglob("*") if path.is_file())
+    return sorted(path for path in (folder / "store").rglob("*") if path.is_file() and path.name != STORE_FILE)
 
 
 async def test_a_dataset_is_made_uploaded_read_and_deleted(gateway: httpx.AsyncClient, settings: Settings, tmp_path: Path):
@@ -73,6 +74,8 @@ async def test_a_dataset_is_made_uploaded_read_and_deleted(gateway: httpx.AsyncC
 
 BAD: list[tuple[str, bytes, str]] = [
     ("RL", GOOD + b'{"samples": [', "line 3: not JSON"),
+    ("RL", GOOD + b'{"samples": [' + b"[]," * 300_000 + b"[]]}", "line 3 holds more than 500000 brackets and commas: split it into lines"),
+    ("RL", GOOD + b'{"samples": "' + b"x" * 2**24, "line 3 has more than 16777216 bytes"),
     ("RL", GOOD + b'{"samples": [', "was the file cut off?"),
     ("RL", GOOD + b"\n\nnone\n", "line 5: not JSON"),
     ("RL", GOOD + rl_line(0, 1, 1), "line 3 has 3 samples, those before have 2"),

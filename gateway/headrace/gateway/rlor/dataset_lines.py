@@ -1,8 +1,9 @@
 """Lines of a dataset: JSONL cut into lines, and what a line must be in each format.
 
-A byte order mark at the beginning is passed over, as are empty lines; a line may end in CRLF, and the last one in nothing. Guarantees: no
-more than one line is in memory, and none above `MAX_LINE_BYTES`; a fault names the line, counted from 1 with the empty ones, and the place
-in it. Gives up: naming more than the first fault.
+A byte order mark at the beginning and empty lines are ignored; a line may end in CRLF, and the last one in nothing. Guarantees: one line at
+most is in memory, none above `MAX_LINE_BYTES`, and none is parsed that could hold more than `MAX_LINE_VALUES` values: parsing one holds the
+interpreter for a fraction of a second. A fault names the line, counted from 1 with the empty ones, and the place in it.
+Limitations: only the first fault is named; brackets and commas inside texts count as values too.
 """
 
 import math
@@ -18,7 +19,8 @@ from headrace.schemas.errors import CodecError
 from headrace.schemas.parsing import load_json, validate
 from headrace.schemas.rlor_resources import DatasetFormat
 
-MAX_LINE_BYTES = 64 * 1024 * 1024
+MAX_LINE_BYTES = 16 * 1024 * 1024
+MAX_LINE_VALUES = 500_000
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -28,13 +30,20 @@ class DatasetFaultError(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line that is not empty, without what ends it."""
+    """A line that is not empty, without what ends it. Raises `DatasetFaultError` if it could hold more than `MAX_LINE_VALUES` values."""
 
     number: int
     """From 1, with the empty ones."""
     text: bytes
     ended: bool
     """Whether a line end stands behind it; only a last line may have none."""
+
+    def __post_init__(self) -> None:
+        # Each value of an object or array has a bracket or a comma before it.
+        if sum(self.text.count(mark) for mark in (b"{", b"[", b",")) > MAX_LINE_VALUES:
+            raise DatasetFaultError(
+                f"line {self.number} holds more than {MAX_LINE_VALUES} brackets and commas: split it into several lines"
+            )
 
 
 class _Example(BaseModel):
