@@ -82,6 +82,8 @@ async def learns(backend: ServerlessBackend, model: art.TrainableModel) -> None:
     rewards: list[float] = []
     while len(rewards) < STEPS and (not rewards or rewards[-1] < ENOUGH):
         groups = await groups_of(model, rng)
+        sampled_by = {trajectory.initial_policy_version for group in groups for trajectory in group.trajectories}
+        assert sampled_by == {len(rewards)}, f"rollouts of step {len(rewards)} come from versions {sampled_by}"
         rewards.append(mean_reward(groups))
         result = await backend.train(model, groups, learning_rate=5e-3)
         assert result.step == len(rewards), result
@@ -93,7 +95,7 @@ async def learns(backend: ServerlessBackend, model: art.TrainableModel) -> None:
     held(f"the reward goes up: {rewards[0]:.2f} to {rewards[-1]:.2f} in {len(rewards)} steps")
     latest = await rollout(model, "a b", model.get_inference_name())
     assert latest.initial_policy_version == len(rewards), latest.initial_policy_version
-    held("the unsuffixed name serves the newest step once train has returned")
+    held("the unsuffixed name serves the newest step once train has returned: every rollout of a step came from its version")
     named = await rollout(model, "a b", model.get_inference_name(len(rewards)))
     assert named.initial_policy_version == len(rewards)
     older = await rollout(model, "a b", model.get_inference_name(len(rewards) - 1))
