@@ -285,8 +285,10 @@ class Lane:
         try:
             async with deadline(seconds):
                 await serving.committer.commit(snapshots=snapshots, clean=True)
-        except (FencedError, OutcomeUnknownError, TimeoutError) as error:
-            logger.info("lane %d has another owner already: %s", self.lane, error)
+        except FencedError as error:
+            logger.info("lane %d has another owner already: %s", self.lane, said(error))
+        except (OutcomeUnknownError, TimeoutError) as error:
+            logger.info("lane %d is given up without a last record of its owner: %s", self.lane, said(error))
 
     async def _read(self, serving: _Serving) -> None:
         book, reader = serving.book, serving.reader

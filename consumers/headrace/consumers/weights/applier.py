@@ -18,6 +18,7 @@ from headrace.consumers.weights.acks import EngineAcks
 from headrace.consumers.weights.adapters import WeightAdapter
 from headrace.consumers.weights.cache import WeightCache
 from headrace.consumers.weights.target import WeightTarget
+from headrace.core.outages import said
 from headrace.core.store import StoreError, StoreUnavailableError
 from headrace.schemas.weights import WeightsPublished
 
@@ -143,7 +144,7 @@ class WeightApplier:
                     folder = await asyncio.to_thread(self._cache.fetch, version)
                     await self._adapter.apply(folder, version)
                 except Exception as error:  # noqa: BLE001 - as above, or it is not to be had either
-                    logger.warning("version %d can't be served either: %s", version.policy_version, error)
+                    logger.warning("version %d can't be served either: %s", version.policy_version, said(error))
                     continue
                 self.published = version
                 return
@@ -153,7 +154,7 @@ class WeightApplier:
         now = self.published
         if now is None or (now.model_id, now.incarnation) != (target.model_id, target.incarnation):
             await self._take_older(target)
-        logger.error("engine %s can't take version %d and stays at %d: %s", engine, target.policy_version, self.version, error)
+        logger.error("engine %s can't take version %d and stays at %d: %s", engine, target.policy_version, self.version, said(error))
         self.refused = (target, error)
         now = self.published
         same = now is None or (now.model_id, now.incarnation) == (target.model_id, target.incarnation)
