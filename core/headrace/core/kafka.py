@@ -21,6 +21,7 @@ from aiokafka.errors import (
 )
 
 from headrace.core.errors import OutageError
+from headrace.core.outages import said
 from headrace.core.settings import KafkaSettings, Settings
 
 ClientOptions = dict[str, Any]
@@ -84,7 +85,7 @@ def plain_errors(options: ClientOptions) -> Iterator[None]:
             f"({options['security_protocol']}) fit its listener?"
         ) from error
     except KafkaError as error:
-        raise KafkaUnavailableError(f"Kafka at {where}: {type(error).__name__}: {error}") from error
+        raise KafkaUnavailableError(f"Kafka at {where}: {said(error)}") from error
 
 
 def _bootstrap(kafka: KafkaSettings) -> str:

@@ -24,6 +24,8 @@ import numpy as np
 from aiokafka.record import default_records, legacy_records
 from aiokafka.record.util import decode_varint
 
+from headrace.core.outages import said
+
 MAX_BATCH_BYTES = 32 * 1024 * 1024
 """Twice the largest record that any part of Headrace writes."""
 MAX_PARTS = 100_000
@@ -163,7 +165,7 @@ def _guarded(
         except UnpackingError:
             raise
         except Exception as error:  # each codec has errors of its own
-            raise UnpackingError(f"{type(error).__name__}: {error}") from error
+            raise UnpackingError(said(error)) from error
         return records
 
     return decode

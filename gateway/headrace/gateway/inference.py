@@ -27,6 +27,7 @@ from headrace.core.kafka import KafkaUnavailableError
 from headrace.core.model_names import AmbiguousModelError, pick_model
 from headrace.core.model_views import ModelView
 from headrace.core.models import UnknownModelError, model_id_of
+from headrace.core.outages import said
 from headrace.gateway.access import Caller, KnownCaller
 from headrace.gateway.body_limit import Body, takes
 from headrace.gateway.exchanges import HEADER, assembled, check_name, exchange_of, keep
@@ -254,8 +255,8 @@ async def _stream(gate: Gate, caller: Caller, asked: _Asked, reply: _Reply) -> A
                     yield b"data: " + orjson.dumps(chunk) + b"\n\n"
         except (httpx.HTTPError, orjson.JSONDecodeError, HeadraceError) as error:
             # The status is sent already: an event says it.
-            said = f"the answer broke off: {type(error).__name__}: {error}"
-            yield b"data: " + orjson.dumps({"error": {"message": said, "type": "server_error", "code": 502}}) + b"\n\n"
+            message = f"the answer broke off: {said(error)}"
+            yield b"data: " + orjson.dumps({"error": {"message": message, "type": "server_error", "code": 502}}) + b"\n\n"
 
 
 async def _keep(gate: Gate, caller: Caller, asked: _Asked, answer: dict[str, Any], version: int) -> None:

@@ -28,6 +28,7 @@ from pydantic import BaseModel
 from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import KafkaUnavailableError, client_options
+from headrace.core.outages import said
 from headrace.core.reading import end_offsets
 from headrace.core.settings import Settings
 from headrace.gateway.log_view import LogView
@@ -187,8 +188,8 @@ class LogWriter:
                 if await self._cleared_up(name, error, records, is_in):
                     return {}
                 if attempt + 1 == attempts:
-                    said = f"Kafka did not take the request ({type(error).__name__}: {error}): nothing was written; try again"
-                    raise KafkaUnavailableError(said) from error
+                    message = f"Kafka did not take the request ({said(error)}): nothing was written; try again"
+                    raise KafkaUnavailableError(message) from error
         raise AssertionError("the last attempt returns or raises")
 
     async def _look_again(self, name: str, turn: Turn) -> None:
@@ -217,7 +218,7 @@ class LogWriter:
         except (*_FAILURES, KafkaUnavailableError) as second:
             await self._drop(name)
             raise KafkaUnavailableError(
-                f"Kafka did not confirm the request ({type(error).__name__}: {error}), and whether it is in is not known "
+                f"Kafka did not confirm the request ({said(error)}), and whether it is in is not known "
                 f"({type(second).__name__}): send it again with the same Idempotency-Key"
             ) from error
         return is_in()

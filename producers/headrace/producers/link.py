@@ -21,6 +21,7 @@ from aiokafka.structs import RecordMetadata
 from headrace.core.deadline import deadline
 from headrace.core.kafka import KafkaUnavailableError, client_options, plain_errors
 from headrace.core.kafka_outage import folding
+from headrace.core.outages import said
 from headrace.core.settings import Settings
 from headrace.core.topic_metadata import partition_count
 from headrace.producers.errors import DeliveryError
@@ -103,7 +104,7 @@ class KafkaLink:
             if client is self._client and unknown:
                 self._broken = True
             timed_out = isinstance(error, KafkaTimeoutError) and not unknown
-            detail = "Kafka takes no more for now" if timed_out else f"{type(error).__name__}: {error}"
+            detail = "Kafka takes no more for now" if timed_out else said(error)
             raise DeliveryError(name, detail, unknown=unknown) from error
 
     async def close(self) -> None:

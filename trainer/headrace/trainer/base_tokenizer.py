@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.core.outages import said
 from headrace.trainer.plan import BaseSource, BaseUnusableError
 
 if TYPE_CHECKING:  # importing transformers takes seconds
@@ -31,7 +32,7 @@ def load_tokenizer(base: BaseSource) -> "PreTrainedTokenizerBase | None":
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(base.path, **gguf, local_files_only=True)
     except Exception as error:  # whatever a tokenizer's files make transformers raise
-        raise BaseUnusableError(f"base model {base.path}: its tokenizer can't be read: {type(error).__name__}: {error}") from error
+        raise BaseUnusableError(f"base model {base.path}: its tokenizer can't be read: {said(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # transformers makes an empty one where a file is missing, which reads every text as nothing.
         raise BaseUnusableError(f"base model {base.path}: its tokenizer has no vocabulary: is a file missing?")

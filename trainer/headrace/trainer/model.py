@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.core.outages import said
 from headrace.schemas.training import LoraSettings, ModelSettings
 from headrace.trainer.forward import RowTensors, Scorer, logits_at
 from headrace.trainer.groups import TokenSequence
@@ -53,7 +54,7 @@ def load_base(base: BaseSource) -> Any:  # noqa: ANN401 - a transformers model, 
             base.path, gguf_file=base.gguf_file, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # whatever a folder's files make transformers raise
-        raise BaseModelError(f"base model in {base.path}: {type(error).__name__}: {error}") from error
+        raise BaseModelError(f"base model in {base.path}: {said(error)}") from error
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise BaseModelError(f"base model in {base.path}: its files lack {len(missing)} weights: {', '.join(missing[:3])}")
@@ -131,7 +132,7 @@ def self_test(model: Any) -> Scorer:  # noqa: ANN401 - a transformers model, unt
                     "the base model is not causal: a sequence's logits change with the tokens behind it, so it can't be trained"
                 )
     except (TypeError, AttributeError) as error:
-        raise BaseModelError(f"the base model can't be trained on rows with position ids: {type(error).__name__}: {error}") from error
+        raise BaseModelError(f"the base model can't be trained on rows with position ids: {said(error)}") from error
     width: int | None = _attention_width(model)
     right = _tree_is_right(model, sequences, alone, device, width)
     if right and (windows := _windows(model)):

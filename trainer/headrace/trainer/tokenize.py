@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.core.outages import said
 from headrace.schemas.chat import Choice
 from headrace.schemas.codec import SampledGroup
 from headrace.schemas.reasons import RejectionReason as Reason
@@ -72,7 +73,7 @@ class GroupTokenizer:
             config = AutoConfig.from_pretrained(base.path, **_gguf(base), local_files_only=True).get_text_config()
             self._stop_ids = _stop_ids(config.eos_token_id, Path(base.path))
         except Exception as error:
-            raise BaseUnusableError(f"base model {base.path}: its config can't be read: {type(error).__name__}: {error}") from error
+            raise BaseUnusableError(f"base model {base.path}: its config can't be read: {said(error)}") from error
         self.limits = BaseLimits(vocabulary=int(config.vocab_size), positions=getattr(config, "max_position_embeddings", None))
         """Of the base model."""
 
@@ -119,7 +120,7 @@ class GroupTokenizer:
             except BaseUnusableError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a tokenizer or a template does: one member never takes the others down
-                rejected.append(_rejected(index, Reason.TOKENIZATION_FAILED, f"{type(error).__name__}: {error}"))
+                rejected.append(_rejected(index, Reason.TOKENIZATION_FAILED, said(error)))
             else:
                 fitting.append(
                     TokenizedTrajectory(

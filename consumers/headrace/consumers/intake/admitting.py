@@ -30,7 +30,7 @@ from headrace.core.errors import HeadraceError, OutageError
 from headrace.core.hosted_entries import decode_hosted
 from headrace.core.importing import importing
 from headrace.core.kept_memory import keep_memory
-from headrace.core.outages import outage_of
+from headrace.core.outages import outage_of, said
 from headrace.core.payloads import PayloadDigestError, PayloadMissingError, PayloadUnreadableError, redeem
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
@@ -125,7 +125,7 @@ def admit(request: AdmissionRequest) -> AdmissionResult:
     except Exception as error:  # the last line of defence: one record never takes others down
         if (reason := outage_of(error)) is not None:
             raise OutageError(reason) from error
-        return seen.refused(RejectionReason.TOKENIZATION_FAILED, f"{type(error).__name__}: {error}")
+        return seen.refused(RejectionReason.TOKENIZATION_FAILED, said(error))
 
 
 @dataclass(slots=True, kw_only=True)

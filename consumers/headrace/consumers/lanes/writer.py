@@ -15,6 +15,7 @@ from aiokafka.errors import InvalidProducerEpoch, KafkaError, ProducerFenced
 from headrace.consumers.memory.outgoing import Outgoing
 from headrace.core.deadline import deadline
 from headrace.core.kafka import ClientOptions
+from headrace.core.outages import said
 from headrace.core.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class LaneWriter:
             raise FencedError(str(error)) from error
         except (KafkaError, TimeoutError, AssertionError) as error:
             # aiokafka answers some states after a fence with AssertionError; a commit has no time limit of its own.
-            raise OutcomeUnknownError(f"{type(error).__name__}: {error}") from error
+            raise OutcomeUnknownError(said(error)) from error
 
     async def _commit(self, records: Sequence[Outgoing], mark: int) -> dict[str, int]:
         await self._producer.begin_transaction()

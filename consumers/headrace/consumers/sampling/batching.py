@@ -15,6 +15,7 @@ from typing import TypeVar
 from headrace.consumers.sampling.policy_engine import PolicyEngine
 from headrace.consumers.sampling.sampled_row import RowPiece, RowRequest, SampledRow
 from headrace.core.errors import HeadraceError
+from headrace.core.outages import said
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class Batcher:
             except Exception as error:  # whatever torch raises: the requests of this batch fail, the next ones do not
                 logger.exception("a batch of %d rows failed", len(rows))
                 for job in batch:
-                    job.fail(SamplingError(f"sampling failed: {type(error).__name__}: {error}"))
+                    job.fail(SamplingError(f"sampling failed: {said(error)}"))
             self._running = []
 
     async def close(self) -> None:

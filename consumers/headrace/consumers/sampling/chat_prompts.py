@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headrace.consumers.sampling.generation import Generation
 from headrace.core.errors import HeadraceError
+from headrace.core.outages import said
 from headrace.schemas.chat import Choice, ChoiceMessage, Message, Tool, thoughts_of
 
 ChatMessage = Message | Choice | Mapping[str, Any]
@@ -80,7 +81,7 @@ def _render(
             **(switches or {}),
         )
     except Exception as error:  # a template is a program of its own: it raises what it likes
-        raise ChatTemplateError(f"the chat template can't render this conversation: {type(error).__name__}: {error}") from error
+        raise ChatTemplateError(f"the chat template can't render this conversation: {said(error)}") from error
     return str(text)
 
 

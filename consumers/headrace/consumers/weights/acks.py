@@ -15,6 +15,7 @@ from aiokafka.errors import KafkaError
 from headrace.core.deadline import deadline
 from headrace.core.kafka import ClientOptions, plain_errors
 from headrace.core.kafka_outage import log_trouble
+from headrace.core.outages import said
 from headrace.schemas.envelope import seal
 from headrace.schemas.weights import EngineAlive, WeightsApplied, WeightsFailed, WeightsPublished, alive_key
 
@@ -135,7 +136,7 @@ class EngineAcks:
             incarnation=version.incarnation,
             policy_version=version.policy_version,
             digest=version.digest,
-            error=f"{type(error).__name__}: {error}"[:2000],
+            error=said(error)[:2000],
             serving=serving,
             base_url=self._base_url,
             deployment=self._deployment,
