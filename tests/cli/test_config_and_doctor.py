@@ -7,6 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
+from headrace.core.store.keys import STORE_FILE
+
 Headrace = Callable[..., Any]
 
 
@@ -91,7 +93,10 @@ def test_a_whole_installation_is_all_ok(headrace: Headrace, kafka: str, topic_pr
     assert found.pop("power loss") == "absent", "one broker: said, and no fault"
     assert set(found.values()) == {"ok"}
     assert {"torch", "transformers", "deepspeed", "devices", "base model tiny", "java"} <= states(ran).keys()
-    assert [path for path in (tmp_path / ".headrace" / "store").rglob("*") if path.is_file()] == []  # the probe is gone
+    left = [path.name for path in (tmp_path / ".headrace" / "store").rglob("*") if path.is_file()]
+    assert left == [STORE_FILE], "the probe is gone"
+        tmp_path / ".headrace" / "store" / STORE_FILE
+    ]  # the probe is gone
 
 
 def test_a_producer_needs_no_trainer(headrace: Headrace, kafka: str, topic_prefix: str) -> None:

@@ -13,6 +13,7 @@ from headrace.consumers.events import Events
 from headrace.consumers.lanes.dead_letters import dead_letter
 from headrace.core.settings import KafkaSettings, Settings
 from headrace.schemas.carried import CARRIED
+from headrace.schemas.dead_letters import WHOLE_BYTES
 from headrace.schemas.envelope import record_models, type_of
 from headrace.schemas.errors import CodecError
 from headrace.schemas.json_schema import json_schema_files
@@ -97,12 +98,15 @@ def test_what_faststream_says_of_the_subscribers_is_in_the_document():
 
 
 def test_dead_letters_are_described_with_the_headers_they_have():
-    class Source:
+    class Empty:
         topic, partition, offset, timestamp, key, value, headers = "t", 0, 1, 2, b"k", None, ()
 
-    letter = dead_letter(Topics(), Source(), CodecError(DeadLetterReason.NOT_JSON, "a", "b"), 0)
+    class Large(Empty):
+        value = b"x" * (WHOLE_BYTES + 1)
+
+    letters = [dead_letter(Topics(), source(), CodecError(DeadLetterReason.NOT_JSON, "a", "b"), 0) for source in (Empty, Large)]
     described = asyncapi_document()["components"]["schemas"]["DeadLetterHeaders"]["properties"]
-    assert {name for name, _ in letter.headers} == set(described)
+    assert {name for letter in letters for name, _ in letter.headers} == set(described)
 
 
 def test_there_is_one_json_schema_for_every_record():

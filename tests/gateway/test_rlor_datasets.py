@@ -74,7 +74,11 @@ async def test_a_dataset_is_made_uploaded_read_and_deleted(gateway: httpx.AsyncC
 
 BAD: list[tuple[str, bytes, str]] = [
     ("RL", GOOD + b'{"samples": [', "line 3: not JSON"),
-    ("RL", GOOD + b'{"samples": [' + b"[]," * 300_000 + b"[]]}", "line 3 holds more than 500000 brackets and commas: split it into lines"),
+    (
+        "RL",
+        GOOD + b'{"samples": [' + b"[]," * 300_000 + b"[]]}",
+        "line 3 holds more than 500000 brackets and commas: split it into several lines",
+    ),
     ("RL", GOOD + b'{"samples": "' + b"x" * 2**24, "line 3 has more than 16777216 bytes"),
     ("RL", GOOD + b'{"samples": [', "was the file cut off?"),
     ("RL", GOOD + b"\n\nnone\n", "line 5: not JSON"),

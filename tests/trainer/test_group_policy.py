@@ -146,15 +146,15 @@ def test_an_example_is_the_samplers_tokens_where_it_has_them_and_may_leave_turns
     assert [s.token_ids[s.trainable].tolist() for s in sequences] == [[5, 6], list(b"cut")]
 
 
-def test_a_tokenizer_that_can_not_be_read_costs_only_who_needs_it(make_base: Any):
+def test_a_base_without_a_tokenizer_costs_only_the_trajectories_that_need_one(make_base: Any):
     base = make_base()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (Path(base.path) / name).unlink()
-    broken = GroupTokenizer(base)
-    group = broken.tokenize(group_of(GOOD, [choice("", [5], prompt_token_ids=[3])]), "g", ModelSettings(base_model="tiny"))
+    bare = GroupTokenizer(base)
+    group = bare.tokenize(group_of(GOOD, [choice("", [5], prompt_token_ids=[3])]), "g", ModelSettings(base_model="tiny"))
     assert group.indices == [1]
     assert group.rejected[0].reason is Reason.TOKENIZATION_FAILED
-    assert "tokenizer can't be read" in group.rejected[0].detail
+    assert "has no tokenizer" in group.rejected[0].detail
 
 
 @pytest.mark.parametrize(("of_model", "of_job", "trained"), [(True, None, True), (True, False, False), (None, True, True)])

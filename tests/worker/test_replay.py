@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(
     refused = {
         ("--steps", "2..9"): "steps 2..9 were asked for, but the ledger of learner ends at step 3",
         ("--steps", "2", "--exclude", "g0"): "--exclude g0: no step from 2 to 2 trained on a group of that id",
-        ("--steps", "2", "--set", "learning_rate=-1"): "--set learning_rate: Input should be greater than 0",
+        ("--steps", "2", "--set", "learning_rate=-1"): "--set learning_rate: Input should be greater than or equal to 0",
         ("--steps", "2", "--set", "optimizer.schedule=linear"): "--set optimizer: schedule='linear' contradicts schedule_updates=None",
         ("--steps", "2", "--set", "packed_sequence_length=65536"): "is above max_sequence_tokens=32768",
         ("--steps", "2", "--to", "there"): "there exists: remove it, or name another folder",

@@ -43,11 +43,12 @@ async def identify(request: Request) -> Caller:
     """
     known: Caller | None = request.scope.get(_KNOWN)
     if known is None:
-        known = request.scope[_KNOWN] = _identified(request)
+        known = request.scope[_KNOWN] = identify_again(request)
     return known
 
 
-def _identified(request: Request) -> Caller:
+def identify_again(request: Request) -> Caller:
+    """The caller of a request as of now: an answer that lasts asks whether its key is still good. Raises as `identify`."""
     gate: Gate = gate_of(request)
     if not gate.tokens.configured:
         _check_local(request)

@@ -12,7 +12,7 @@ from itertools import islice
 import orjson
 from fastapi import Request
 
-from headrace.gateway.access import Caller, identify
+from headrace.gateway.access import Caller, identify_again
 from headrace.gateway.gate import Gate
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.tables import Tables
@@ -33,7 +33,7 @@ async def changes(request: Request, gate: Gate, caller: Caller) -> AsyncIterator
     while not gate.ending.is_set():
         if tables.changed == told and not await _news(gate, tables, told):
             try:
-                await identify(request)
+                identify_again(request)
             except ProblemError:
                 return
             yield b": still here\n\n"
