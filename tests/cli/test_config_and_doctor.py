@@ -95,8 +95,6 @@ def test_a_whole_installation_is_all_ok(headrace: Headrace, kafka: str, topic_pr
     assert {"torch", "transformers", "deepspeed", "devices", "base model tiny", "java"} <= states(ran).keys()
     left = [path.name for path in (tmp_path / ".headrace" / "store").rglob("*") if path.is_file()]
     assert left == [STORE_FILE], "the probe is gone"
-        tmp_path / ".headrace" / "store" / STORE_FILE
-    ]  # the probe is gone
 
 
 def test_a_producer_needs_no_trainer(headrace: Headrace, kafka: str, topic_prefix: str) -> None:

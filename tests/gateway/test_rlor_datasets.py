@@ -77,7 +77,7 @@ BAD: list[tuple[str, bytes, str]] = [
     (
         "RL",
         GOOD + b'{"samples": [' + b"[]," * 300_000 + b"[]]}",
-        "line 3 holds more than 500000 brackets and commas: split it into several lines",
+        "line 3 holds more than 500000 brackets and commas: split it",
     ),
     ("RL", GOOD + b'{"samples": "' + b"x" * 2**24, "line 3 has more than 16777216 bytes"),
     ("RL", GOOD + b'{"samples": [', "was the file cut off?"),

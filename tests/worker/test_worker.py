@@ -332,6 +332,7 @@ async def test_rule_06_a_record_on_a_foreign_lane_is_dead_lettered(shared: Setti
         topic = shared.topic_names.trajectory_groups
         await producer.send_and_wait(topic, body, key=model.model_id.encode(), partition=1 - right)
         (letter,) = await seen.until_dead_letters(1)
+        state = await seen.until_state(lambda _: True)
     await producer.stop()
     assert dict(letter.headers)["headrace-error-reason"] == b"wrong_lane"
     assert state.policy_version == 0
