@@ -120,6 +120,21 @@ async def test_a_deployment_that_another_account_has_is_neither_made_nor_named(g
     assert (await gateway.get(f"{DEPLOYMENTS}/dep-1")).status_code == 404
 
 
+async def test_a_step_is_refused_when_the_id_of_its_jobs_deployment_has_become_another_accounts(
+    gateway: httpx.AsyncClient, gate: Gate, settings: Settings
+):
+    await begin_job(gateway, gate, "mine", rolloutDeploymentName="free")
+    await begin_step(gateway, gate, "mine", "first")
+    theirs = DeploymentFact(account="umbrella", id="free", owner="eve", base_model="tiny", request={"baseModel": "tiny"})
+    key = deployment_key("umbrella", "free")
+    await gate.writer.commit([sealed(theirs, topic=settings.topic_names.gateway, key=key)], is_in=lambda: key in gate.view.tables.facts)
+    training = (await gate.view.fresh()).facts[rlor_job_key("default", "mine")].step.training_jobs[-1]  # type: ignore[attr-defined]
+    await LaneDouble(gate).train(training)
+    body = {"dataset": "accounts/default/datasets/d1", "outputModel": "accounts/default/models/second"}
+    refused = await gateway.post(f"{JOBS}/mine:executeTrainStep", json=body)
+    assert (refused.status_code, "deployments/free" in refused.json()["message"]) == (400, True)
+
+
 async def test_a_job_warns_of_deployments_that_do_not_exist_until_they_are_created(gateway: httpx.AsyncClient):
     for field in ("rolloutDeploymentName", "hotLoadDeploymentId"):
         made = await create(gateway, f"for-{field.lower()}", keep_alive(**{field: "later"}))
