@@ -186,7 +186,13 @@ class Stage:
         return next(self._free)
 
     async def model(
-        self, lane: int, *, max_policy_lag: int | None = None, start_weights: WeightsRef | None = None, **batch: object
+        self,
+        lane: int,
+        *,
+        max_policy_lag: int | None = None,
+        start_weights: WeightsRef | None = None,
+        learning_rate: float = 1e-2,
+        **batch: object,
     ) -> ModelView:
         """Ask for a model on a lane: two groups a step."""
         names = (f"model {i}" for i in self._names)
@@ -195,7 +201,7 @@ class Stage:
             self.settings,
             project="rules",
             name=name,
-            model=learner_settings(learning_rate=1e-2, max_policy_lag=max_policy_lag, **batch),
+            model=learner_settings(learning_rate=learning_rate, max_policy_lag=max_policy_lag, **batch),
             start_weights=start_weights,
         )
 

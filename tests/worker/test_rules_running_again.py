@@ -16,6 +16,7 @@ from headrace.core.store import ObjectExistsError, ObjectStore, read_manifest, s
 from headrace.producers import TrajectoryProducer
 from headrace.schemas.events import GroupRejected
 from headrace.schemas.jobs import JobDocument, JobState
+from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import ModelState, StepRecord
 from headrace.schemas.weights import WeightsPublished, WeightsRef
 
@@ -101,8 +102,15 @@ async def test_a_step_that_makes_the_weights_huge_stops_its_model_which_goes_on_
         await wait_for_model(stage.settings, await resume_model(stage.settings, model.model_id), 60)
         await stage.send(model, *(group(f"h{i}", seed=i, version=None) for i in range(2)))
         steps = await seen.until(StepRecord, 3)
-    assert steps[1].weights.digest == steps[0].weights.digest, "resumed from the state before the update"
-    assert steps[2].updates == 1
+        assert steps[1].weights.digest == steps[0].weights.digest, "resumed from the state before the update"
+        assert steps[2].updates == 1
+        wild = await stage.model(lane, learning_rate=10)
+        async with stage.seen(wild) as other:
+            await stage.send(wild, *(group(f"s{i}", seed=i, version=None) for i in range(2)))
+            stopped = await other.until_state(lambda state: state.status == "diverged")
+            rejected = await other.until(GroupRejected, 2)
+            assert {event.reason for event in rejected} == {RejectionReason.STEP_FAILED}, "resumed, the batch would do so again"
+            assert (stopped.pending, stopped.policy_version) == ((), 0)
 
 
 async def trained_on_claims(stage: Stage, model: ModelView, lane: int) -> list[Path]:

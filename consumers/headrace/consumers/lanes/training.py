@@ -298,7 +298,7 @@ class LaneTraining:
     async def _stopped(
         self, run: ModelRun, batch: Batch | None, status: Literal["stopped", "diverged"], detail: str, *, own: bool = False
     ) -> None:
-        """Stop a model. Its job waits for it, unless it is the job's own step that diverges: it would do so again."""
+        """Stop a model. Its job waits for it. If the batch's own step diverges (`own`), its groups are rejected: it would do so again."""
         said = f"the model {'has diverged' if status == 'diverged' else 'is stopped'}: {detail}"
         logger.error("%s: %s", run.state.name, said)
         run.intent = None
@@ -309,9 +309,11 @@ class LaneTraining:
                 run.refuse_all(RejectionReason.MODEL_STOPPED, said, batch.job_id)
             else:
                 run.note_waiting(batch.job_id, said)
+        elif batch is not None and own:
+            self._refuse(run, batch, said)
         await self._committer.commit()
 
-    def _give_up(self, run: ModelRun, batch: Batch, message: str) -> None:
+    def _refuse(self, run: ModelRun, batch: Batch, message: str) -> None:
         for waiting in batch.groups:
             run.refuse(
                 offset=waiting.offset,
@@ -320,6 +322,9 @@ class LaneTraining:
                 reason=RejectionReason.STEP_FAILED,
                 detail=message,
             )
+
+    def _give_up(self, run: ModelRun, batch: Batch, message: str) -> None:
+        self._refuse(run, batch, message)
         if batch.job_id is not None and batch.job_id in run.jobs:
             run.move_job(batch.job_id, JobState.FAILED, message=message)
         run.intent = None
