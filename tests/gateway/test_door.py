@@ -223,6 +223,17 @@ async def test_a_head_that_does_not_come_is_not_waited_for(settings: Settings) -
             writer.close()
 
 
+async def test_pages_and_health_need_no_key_though_a_request_for_them_has_a_body(settings: Settings, tmp_path: Path) -> None:
+    create_token(tmp_path / "door-tokens", account="acme", owner="ada")
+    keyed = settings.model_copy(update={"gateway": settings.gateway.model_copy(update={"tokens_file": tmp_path / "door-tokens"})})
+    async with running(keyed) as http:
+        for path in ("/", "/v1/health", "/dashboard/static/access.js"):
+            for body in (b"", b"{}" * 1000):
+                answer = await http.request("GET", path, content=body)
+                assert answer.status_code == 200, (path, body[:2])
+        assert (await http.get("/v1/accounts")).status_code == 401
+
+
 async def test_every_answer_says_nosniff(gateway: httpx.AsyncClient) -> None:
     for path in ("/", "/v1/health", "/nothing", "/openapi.json", "/dashboard/static/access.js", "/dashboard/static/nothing"):
         assert (await gateway.get(path)).headers["x-content-type-options"] == "nosniff", path

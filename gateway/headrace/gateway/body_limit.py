@@ -149,7 +149,11 @@ class _Reading:
         self._account = ""
         self._kind = Body.PLAIN
         self._limit = self._read = self._held = 0
-        self._begun = self._ended = False
+        headers = Headers(scope=scope)
+        self._begun = False
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        # Without a body that a handler reads, it receives only that the client is there, or hangs up; pages ask that without a key.
+        self._ended = scope["method"] in {"GET", "HEAD", "OPTIONS"} or not has_body
         self.problem: ProblemError | UnprocessableError | None = None
         """Why the body can't be taken, whatever the handler makes of that."""
 
