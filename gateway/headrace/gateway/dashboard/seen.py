@@ -7,6 +7,7 @@ the latest that changed are listed, and whether there are more.
 import asyncio
 from collections.abc import Iterable, Mapping
 
+from headrace.core.job_outcome import outcome_messages
 from headrace.core.job_views import JobView
 from headrace.core.model_views import ModelView
 from headrace.gateway.access import Caller
@@ -14,6 +15,7 @@ from headrace.gateway.dashboard.answers import EngineRow, JobRow, ModelRow, Over
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.tables import Tables, engine_of
 from headrace.schemas.gateway import GatewayJob, job_key
+from headrace.schemas.jobs import JobDocument
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.weights import WeightsApplied, WeightsFailed
 
@@ -142,11 +144,18 @@ def job_row(tables: Tables, view: JobView) -> JobRow:
         groups=0 if document is None else document.num_groups,
         groups_rejected=0 if document is None else document.groups_rejected,
         step=None if document is None else document.step,
-        message=None if document is None else document.error_message or (None if view.final else document.waiting_for),
+        message=None if document is None else _message(view, document),
         created_at=None if document is None else document.created_at,
         started_at=None if document is None else document.started_at,
         completed_at=None if document is None else document.completed_at,
     )
+
+
+def _message(view: JobView, document: JobDocument) -> str | None:
+    """Why a job failed or waits; of one that has ended well, what of it did not train."""
+    if document.error_message is not None or not view.final:
+        return document.error_message or document.waiting_for
+    return "; ".join(outcome_messages(document)[:2]) or None
 
 
 def _counts(values: Mapping[RejectionReason, int]) -> dict[str, int]:
