@@ -124,7 +124,10 @@ class Adversary:
         fits = _OF_A_FILE_STORE if self._s3 is None else _OF_S3
         self._faults = {name: fault for name, fault in self._faults.items() if name in fits or name not in _OF_A_FILE_STORE | _OF_S3}
         if only is not None:
-            self._faults = {name: self._faults[name] for name in only if name in self._faults}
+            there = self._faults
+            self._faults = {name: there[name] for name in only if name in there}
+            if not self._faults:
+                raise SystemExit(f"--only names no fault of this run's store; there are: {', '.join(there)}")
         self._deck: list[str] = []
 
     async def strike(self) -> None:
