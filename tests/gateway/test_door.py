@@ -104,13 +104,13 @@ async def test_what_bodies_hold_together_has_a_budget(kafka: str, topic_prefix: 
         assert (too_large.status_code, "retry-after" in too_large.headers) == (413, False)
         _, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
         writer.write(f"POST {JOBS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90000\r\n\r\n".encode())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while (refused := await http.post(JOBS, content=b" " * 80_000)).status_code != 429:  # noqa: ASYNC110 - until the first is there
                 await asyncio.sleep(0.01)
         assert int(refused.headers["retry-after"]) > 0
         assert "held_body_bytes" in refused.text
         writer.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while (await http.post(JOBS, content=b" " * 80_000)).status_code != 422:  # noqa: ASYNC110 - until it is seen that it has gone
                 await asyncio.sleep(0.01)
 
