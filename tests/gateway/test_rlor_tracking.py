@@ -85,16 +85,8 @@ async def test_committed_steps_are_in_the_run_of_a_job_that_asks_for_it(
         await dataset(client, "d1")
         await create(client, "tracked", keep_alive(wandbConfig=wandb))
         await create(client, "plain", keep_alive())
-        lane = LaneDouble(gate)
         for job_id in ("tracked", "plain"):
-            await lane.take_up(rlor_model_id("default", job_id))
-            assert await state(client, job_id) == "RUNNING"
-            step = await client.post(f"{JOBS}/{job_id}:executeTrainStep", json={"dataset": "d1", "outputModel": f"{job_id}-1"})
-            assert step.status_code == 200, step.text
-            fact = (await gate.view.fresh()).facts[rlor_job_key("default", job_id)]
-            assert isinstance(fact, RlorJob)
-            assert fact.step is not None
-            await lane.train(fact.step.training_jobs[0])
+            await train(client, gate, job_id)
         lanes = {lane_of(rlor_model_id("default", job_id), gate.view.lanes) for job_id in ("tracked", "plain")}
         await until_tracked(settings, len(lanes))
         assert (await client.get(f"{JOBS}/tracked")).json()["wandbConfig"]["url"] == ""  # offline
