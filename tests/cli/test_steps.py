@@ -10,7 +10,7 @@ from rich.console import Console
 from safetensors.numpy import save
 from tests.cli.recorded import SOLVER, Recorded
 
-from headrace.cli.rows_text import print_rows
+from headrace.cli.inspect_step import print_rows
 from headrace.core import packed_rows
 from headrace.core.packed_rows import RowsUnreadableError
 from headrace.core.reports import read_report

@@ -7,7 +7,7 @@ from faststream.specification import AsyncAPI
 from faststream.specification.asyncapi.v3_0_0.schema import ApplicationSchema
 from typer.testing import CliRunner
 
-from headrace.cli.docs import docs
+from headrace.cli.docs import app as docs
 from headrace.consumers.asyncapi import asyncapi_document, asyncapi_yaml
 from headrace.consumers.events import Events
 from headrace.consumers.lanes.dead_letters import dead_letter

@@ -2,9 +2,15 @@
 
 from typing import Annotated
 
+import orjson
 import typer
+from rich.console import Console
+from rich.table import Table
 
-app = typer.Typer(help="Settings of this process.", no_args_is_help=True)
+from headrace.core.settings import Settings
+from headrace.core.settings_report import setting_rows
+
+app = typer.Typer(help="Settings of this process.", no_args_is_help=True, add_completion=False)
 
 
 @app.callback()
@@ -15,13 +21,6 @@ def config() -> None:
 @app.command()
 def show(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
     """Print the effective settings; secrets are masked."""
-    import orjson  # noqa: PLC0415  (`headrace --help` does not wait for it)
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
-    from headrace.core.settings import Settings  # noqa: PLC0415
-    from headrace.core.settings_report import setting_rows  # noqa: PLC0415
-
     rows = setting_rows(Settings())
     if as_json:
         typer.echo(orjson.dumps({row.path: {"value": row.value, "source": row.source} for row in rows}))

@@ -5,22 +5,30 @@ What a letter holds was written by somebody else: characters that a terminal wou
 
 import asyncio
 import base64
+import getpass
+import os
+import socket
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import orjson
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from headrace.cli.model_names import Project, model_id
-from headrace.cli.terminal import plain
+from headrace.cli.arguments import Project, model_id, plain
+from headrace.core.dead_letters import CLIENT_ID, DeadLetter, LetterFilter, Original, Place, get_letter, list_letters, open_cut
+from headrace.core.kafka import client_options
+from headrace.core.model_names import AmbiguousModelError
+from headrace.core.models import UnknownModelError
+from headrace.core.resolving import Action, Outcome, resolve
+from headrace.core.settings import Settings
+from headrace.core.times import parse_time
+from headrace.schemas.base import utc_now
 from headrace.schemas.reasons import DeadLetterReason
 
-if TYPE_CHECKING:
-    from headrace.core.dead_letters import DeadLetter, LetterFilter, Original
-    from headrace.core.resolving import Action, Outcome
-    from headrace.core.settings import Settings
-
-app = typer.Typer(help="Dead letters: records that could not be read, with their bytes untouched.", no_args_is_help=True)
+app = typer.Typer(help="Dead letters: records that could not be read, with their bytes untouched.", no_args_is_help=True, add_completion=False)
 
 _SHOWN = 2_000
 """Characters of a value that `show` prints."""
@@ -44,13 +52,6 @@ def list_(  # noqa: PLR0917 - typer passes them by name
     as_json: AsJson = False,
 ) -> None:
     """List dead letters, oldest first."""
-    import orjson  # noqa: PLC0415  (`headrace --help` does not wait for it)
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
-    from headrace.core.dead_letters import list_letters  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
-
     process = Settings()
     letters = asyncio.run(list_letters(process, _filter(process, reason, model, project, since, resolved=resolved)))
     if as_json:
@@ -74,12 +75,6 @@ def show(
     raw: Annotated[bool, typer.Option("--raw", help="Nothing but the original's value, byte for byte.")] = False,
 ) -> None:
     """Show a dead letter: what is wrong, the original's headers, and its value."""
-    import orjson  # noqa: PLC0415
-
-    from headrace.core.dead_letters import CLIENT_ID, Place, get_letter, open_cut  # noqa: PLC0415
-    from headrace.core.kafka import client_options  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
-
     if raw and as_json:
         raise typer.BadParameter("--raw gives bytes, --json gives JSON: leave one of them out", param_hint="--raw")
     letter, original = asyncio.run(get_letter(Settings(), Place.parse(place)))
@@ -127,7 +122,7 @@ def drop(  # noqa: PLR0917 - typer passes them by name
 
 
 def _resolve(
-    action: "Action",
+    action: Action,
     places: list[str] | None,
     everything: bool,
     which: tuple[DeadLetterReason | None, str | None, str | None, str | None],
@@ -135,11 +130,6 @@ def _resolve(
     *,
     as_json: bool,
 ) -> None:
-    import orjson  # noqa: PLC0415
-
-    from headrace.core.dead_letters import Place  # noqa: PLC0415
-    from headrace.core.resolving import resolve  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
 
     reason, model, project, since = which
     if everything == bool(places):
@@ -165,17 +155,14 @@ def _resolve(
 
 
 def _filter(
-    process: "Settings",
+    process: Settings,
     reason: DeadLetterReason | None,
     model: str | None,
     project: str | None,
     since: str | None,
     *,
     resolved: bool = False,
-) -> "LetterFilter":
-    from headrace.core.dead_letters import LetterFilter  # noqa: PLC0415
-    from headrace.core.times import parse_time  # noqa: PLC0415
-    from headrace.schemas.base import utc_now  # noqa: PLC0415
+) -> LetterFilter:
 
     return LetterFilter(
         reason=None if reason is None else reason.value,
@@ -186,9 +173,7 @@ def _filter(
     )
 
 
-def _keys(process: "Settings", project: str | None, model: str) -> frozenset[str]:
-    from headrace.core.model_names import AmbiguousModelError  # noqa: PLC0415
-    from headrace.core.models import UnknownModelError  # noqa: PLC0415
+def _keys(process: Settings, project: str | None, model: str) -> frozenset[str]:
 
     try:
         return frozenset({model, asyncio.run(model_id(process, project, model))})
@@ -199,9 +184,6 @@ def _keys(process: "Settings", project: str | None, model: str) -> frozenset[str
 
 
 def _somebody() -> str:
-    import getpass  # noqa: PLC0415
-    import os  # noqa: PLC0415
-    import socket  # noqa: PLC0415
 
     try:
         user = getpass.getuser()
@@ -210,7 +192,7 @@ def _somebody() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _as_dict(letter: "DeadLetter") -> dict[str, Any]:
+def _as_dict(letter: DeadLetter) -> dict[str, Any]:
     return {
         "letter": str(letter.place),
         "reason": letter.reason,
@@ -230,7 +212,7 @@ def _as_dict(letter: "DeadLetter") -> dict[str, Any]:
     }
 
 
-def _outcome(outcome: "Outcome") -> dict[str, Any]:
+def _outcome(outcome: Outcome) -> dict[str, Any]:
     done = outcome.resolved
     return {
         "letter": str(outcome.place),
@@ -249,7 +231,7 @@ def _encoded(name: str, data: bytes | None) -> dict[str, str | None]:
         return {f"{name}_base64": base64.b64encode(data).decode()}
 
 
-def _fate(letter: "DeadLetter") -> str:
+def _fate(letter: DeadLetter) -> str:
     done = letter.resolved
     if done is None:
         return "waits"
@@ -257,7 +239,7 @@ def _fate(letter: "DeadLetter") -> str:
     return plain(f"{done.action}{where} by {done.by}, {done.resolved_at:%Y-%m-%d %H:%M:%S}")
 
 
-def _print(letter: "DeadLetter", original: "Original") -> None:
+def _print(letter: DeadLetter, original: Original) -> None:
     sent = "" if letter.sent_at is None else f", written {letter.sent_at:%Y-%m-%d %H:%M:%S} UTC"
     lines = [
         ("letter", f"{letter.place}, since {letter.written_at:%Y-%m-%d %H:%M:%S} UTC"),

@@ -8,32 +8,30 @@ from typing import Annotated
 
 import typer
 
-docs = typer.Typer(help="Generate the AsyncAPI and OpenAPI documents and the JSON Schemas.", no_args_is_help=True)
+from headrace.consumers.asyncapi import asyncapi_yaml
+from headrace.gateway.app import openapi_json
+from headrace.schemas.json_schema import json_schema_files
+
+app = typer.Typer(help="Generate the AsyncAPI and OpenAPI documents and the JSON Schemas.", no_args_is_help=True, add_completion=False)
 
 _Check = Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 and name the files that differ.")]
 
 
-@docs.command()
+@app.command()
 def asyncapi(out: Annotated[Path, typer.Option(help="The YAML file.")] = Path("schemas/asyncapi.yaml"), check: _Check = False) -> None:
     """Every topic with its key, messages and operations, as AsyncAPI 3.0."""
-    from headrace.consumers.asyncapi import asyncapi_yaml  # noqa: PLC0415 - `headrace --help` stays fast
-
     _settle({out: asyncapi_yaml()}, stale=[], check=check)
 
 
-@docs.command()
+@app.command()
 def openapi(out: Annotated[Path, typer.Option(help="The JSON file.")] = Path("schemas/openapi.json"), check: _Check = False) -> None:
     """Every path of the gateway, as OpenAPI 3.1."""
-    from headrace.gateway.app import openapi_json  # noqa: PLC0415 - `headrace --help` stays fast
-
     _settle({out: openapi_json()}, stale=[], check=check)
 
 
-@docs.command()
+@app.command()
 def jsonschema(out: Annotated[Path, typer.Option(help="The folder.")] = Path("schemas/json"), check: _Check = False) -> None:
     """One JSON Schema a record; files of records that are gone are removed."""
-    from headrace.schemas.json_schema import json_schema_files  # noqa: PLC0415 - `headrace --help` stays fast
-
     files = {out / name: content for name, content in json_schema_files().items()}
     _settle(files, stale=sorted(set(out.glob("*.json")) - files.keys()), check=check)
 

@@ -2,12 +2,17 @@
 
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import orjson
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from headrace.core.checkup import Finding
+from headrace.core import checkup
+from headrace.core.checkup import Finding
+from headrace.core.settings import Settings
 
 TRAINER_PACKAGES = ("torch", "transformers", "deepspeed", "peft")
 
@@ -24,13 +29,6 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False,
 ) -> None:
     """Check Python, Kafka, topics, store, Java, trainer packages, devices and base models. Exit code 1 if something needed is missing."""
-    import orjson  # noqa: PLC0415  (`headrace --help` does not wait for it)
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
-    from headrace.core import checkup  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
-
     settings = Settings()
     findings = [*checkup.check_python(), *checkup.check_kafka(settings), *checkup.check_store(settings), *checkup.check_java(settings)]
     if role is Role.WORKER:
@@ -51,20 +49,18 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _state(finding: "Finding") -> str:
+def _state(finding: Finding) -> str:
     if finding.ok:
         return "ok"
     return "missing" if finding.needed else "absent"
 
 
 def _plain(text: str) -> str:
-    from rich.markup import escape  # noqa: PLC0415
 
     return escape(text)
 
 
-def _packages() -> "list[Finding]":
-    from headrace.core.checkup import Finding  # noqa: PLC0415
+def _packages() -> list[Finding]:
 
     findings = []
     for name in TRAINER_PACKAGES:
@@ -75,12 +71,10 @@ def _packages() -> "list[Finding]":
     return findings
 
 
-def _devices() -> "list[Finding]":
+def _devices() -> list[Finding]:
     """What a rank would train on. Importing torch takes seconds and is the only way to know that it works."""
-    from headrace.core.checkup import Finding  # noqa: PLC0415
-
     try:
-        import torch  # noqa: PLC0415
+        import torch  # noqa: PLC0415 - it takes seconds
     except (ImportError, OSError) as error:
         return [Finding(name="devices", ok=False, detail=f"torch can't be imported: {error}", advice="pip install 'headrace[trainer]'")]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

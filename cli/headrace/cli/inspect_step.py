@@ -1,21 +1,28 @@
-"""`headrace inspect MODEL STEP`: everything that is known of one step."""
+"""`headrace inspect MODEL STEP`: everything that the ledger, the report and the kept rows of one step hold."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import numpy as np
+import numpy.typing as npt
+import orjson
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from headrace.cli.model_names import Model, Project, model_id
+from headrace.cli.arguments import Model, Project, counts, model_id, moment, number, numbers
+from headrace.cli.model_history import ModelHistory, read_history
 from headrace.cli.steps import Incarnation
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from headrace.cli.histories import History
-    from headrace.schemas.events import GroupRejected, TrajectoryRejected
-    from headrace.schemas.report import StepReport
-    from headrace.schemas.state import StepRecord
+from headrace.core.errors import HeadraceError
+from headrace.core.packed_rows import Arrays, PackedRows, open_rows
+from headrace.core.reports import NoReportError, read_report, read_rows
+from headrace.core.settings import Settings
+from headrace.core.step_range import StepRange, ranges_text
+from headrace.core.store import DigestMismatchError, open_store
+from headrace.schemas.events import GroupRejected, TrajectoryRejected
+from headrace.schemas.report import ROWS_FILE, StepReport
+from headrace.schemas.state import StepRecord
 
 
 def inspect(  # noqa: PLR0917 - typer passes them by name
@@ -27,20 +34,9 @@ def inspect(  # noqa: PLR0917 - typer passes them by name
     as_json: Annotated[bool, typer.Option("--json", help="The ledger's record and the report, one JSON object.")] = False,
 ) -> None:
     """Show one step: its ledger record, its report, and what is kept of its packed rows."""
-    import orjson  # noqa: PLC0415  (`headrace --help` does not wait for it)
-    from rich.console import Console  # noqa: PLC0415
-
-    from headrace.cli.histories import read_history  # noqa: PLC0415
-    from headrace.cli.rows_text import print_rows  # noqa: PLC0415
-    from headrace.core.errors import HeadraceError  # noqa: PLC0415
-    from headrace.core.reports import NoReportError, read_report, read_rows  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
-    from headrace.core.step_range import StepRange  # noqa: PLC0415
-    from headrace.core.store import DigestMismatchError, open_store  # noqa: PLC0415
-
     process = Settings()
 
-    async def read() -> "History":
+    async def read() -> ModelHistory:
         wanted = await model_id(process, project, model)
         return await read_history(process, wanted, incarnation=incarnation, steps=StepRange(first=step, last=step))
 
@@ -74,9 +70,7 @@ def inspect(  # noqa: PLR0917 - typer passes them by name
         print_rows(console, read_rows(store, record.report))
 
 
-def _print_record(console: "Console", record: "StepRecord") -> None:
-    from headrace.cli.figures import counts, moment, number  # noqa: PLC0415
-    from headrace.core.step_range import ranges_text  # noqa: PLC0415
+def _print_record(console: Console, record: StepRecord) -> None:
 
     offsets = ranges_text(offset for found in record.offsets for offset in range(found.first, found.last + 1))
     _fields(
@@ -116,12 +110,8 @@ def _print_record(console: "Console", record: "StepRecord") -> None:
     _section(console, "fingerprint", record.fingerprint.model_dump(mode="json"))
 
 
-def _print_metrics(console: "Console", record: "StepRecord") -> None:
+def _print_metrics(console: Console, record: StepRecord) -> None:
     """In three columns: there are many."""
-    from rich.table import Table  # noqa: PLC0415
-
-    from headrace.cli.figures import number  # noqa: PLC0415
-
     if not record.metrics:
         return
     console.print("\nmetrics", style="bold")
@@ -132,11 +122,7 @@ def _print_metrics(console: "Console", record: "StepRecord") -> None:
     console.print(table)
 
 
-def _print_report(console: "Console", record: "StepRecord", report: "StepReport") -> None:
-    from rich.table import Table  # noqa: PLC0415
-
-    from headrace.cli.figures import number, numbers  # noqa: PLC0415
-    from headrace.schemas.report import ROWS_FILE  # noqa: PLC0415
+def _print_report(console: Console, record: StepRecord, report: StepReport) -> None:
 
     console.print(f"\ngroups ({len(report.groups)})", style="bold")
     table = Table(
@@ -180,13 +166,13 @@ def _versions(versions: Iterable[int | None]) -> str:
     return ", ".join("unknown" if version < 0 else str(version) for version in found)
 
 
-def _section(console: "Console", title: str, values: Mapping[str, Any]) -> None:
+def _section(console: Console, title: str, values: Mapping[str, Any]) -> None:
     if values:
         console.print(f"\n{title}", style="bold")
         _fields(console, values)
 
 
-def _fields(console: "Console", values: Mapping[str, Any]) -> None:
+def _fields(console: Console, values: Mapping[str, Any]) -> None:
     width = max([len(name) for name in values] + [len("trajectories refused")])
     for name, value in values.items():
         console.print(f"  {name:<{width}}  {_plain(value)}")
@@ -197,3 +183,89 @@ def _plain(value: Any) -> str:  # noqa: ANN401 - any value of a record
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
     return "-" if value in {None, ""} else str(value)
+
+
+_SEQUENCES = 40
+_TOKENS = 12
+"""Trained tokens shown of the first sequence of each of the first rows."""
+_ROWS = 2
+
+
+def print_rows(console: Console, body: bytes | None) -> None:
+    """Print what a `rows.safetensors` holds; None: nothing was kept.
+
+    Raises:
+        RowsUnreadableError: safetensors is not installed, or the bytes are none.
+    """
+    if body is None:
+        console.print("no rows were kept: set worker.report_rows to sample or all")
+        return
+    packed = open_rows(body)
+    arrays, groups = packed.arrays, packed.groups
+    if not packed.laid_out:
+        table = Table("array", "type", "shape", box=None, header_style="bold")
+        for name, array in sorted(arrays.items()):
+            table.add_row(name, str(array.dtype), str(list(array.shape)))
+        console.print(table)
+        return
+    kept = len(arrays["row_numbers"])
+    console.print(f"\nsequences of {kept} of {packed.rows} rows", style="bold")
+    console.print(_sequences(packed))
+    if (more := len(arrays["sequence_groups"]) - _SEQUENCES) > 0:
+        console.print(f"and {more} more sequences")
+    for row in range(min(kept, _ROWS)):
+        s = int(arrays["row_sequences"][row])
+        trained = packed.trained(s)
+        name = f"{groups[arrays['sequence_groups'][s]]}, trajectory {arrays['sequence_trajectories'][s]}"
+        console.print(
+            f"\nrow {arrays['row_numbers'][row]}: first {min(len(trained), _TOKENS)} of {len(trained)} trained tokens of {name}",
+            style="bold",
+        )
+        console.print(_tokens(arrays, trained[:_TOKENS]))
+
+
+def _sequences(packed: PackedRows) -> Table:
+    arrays = packed.arrays
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("row", "update", "step", "rank", "group", "trajectory", "part", "tokens", "trained", "advantage", "ratio", "lag"):
+        table.add_column(heading, justify="left" if heading == "group" else "right")
+    for row in range(len(arrays["row_numbers"])):
+        place = [str(arrays[name][row]) for name in ("row_numbers", "row_updates", "row_micro_steps", "row_ranks")]
+        for s in range(arrays["row_sequences"][row], arrays["row_sequences"][row + 1]):
+            if s >= _SEQUENCES:
+                return table
+            at = packed.trained(s)
+            lags = arrays["lags"][at]
+            table.add_row(
+                *place,
+                packed.groups[arrays["sequence_groups"][s]],
+                str(arrays["sequence_trajectories"][s]),
+                str(arrays["sequence_parts"][s]),
+                str(arrays["sequence_tokens"][s + 1] - arrays["sequence_tokens"][s]),
+                str(len(at)),
+                _mean(arrays["advantages"][at]),
+                _mean(arrays["ratios"][at]),
+                _mean(lags[lags >= 0]),
+            )
+    return table
+
+
+def _tokens(arrays: Arrays, at: npt.NDArray[np.int64]) -> Table:
+    floats = ("advantages", "weights", "ratios", "behaviour_logprobs", "old_logprobs", "new_logprobs")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("position", "token", "lag", "advantage", "weight", "ratio", "behaviour", "old", "new"):
+        table.add_column(heading, justify="right")
+    for i in at:
+        lag = int(arrays["lags"][i])
+        numbers = [float(arrays[name][i]) for name in floats]
+        table.add_row(
+            str(arrays["position_ids"][i]),
+            str(arrays["token_ids"][i]),
+            "-" if lag < 0 else str(lag),
+            *("-" if np.isnan(value) else number(value) for value in numbers),
+        )
+    return table
+
+
+def _mean(values: npt.NDArray[Any]) -> str:
+    return number(float(values.mean(dtype=np.float64))) if len(values) else "-"

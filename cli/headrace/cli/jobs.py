@@ -1,18 +1,22 @@
 """`headrace jobs list|show|pause|resume|cancel`."""
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import orjson
 import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
 
-from headrace.cli.model_names import Project, model_id
-from headrace.cli.terminal import plain
+from headrace.cli.arguments import Project, model_id, plain
+from headrace.core.job_outcome import outcome_messages
+from headrace.core.job_views import CANCELLING, JobView, Request, ShownState
+from headrace.core.jobs import ask, get_job, list_jobs, wait_for_job
+from headrace.core.settings import Settings
+from headrace.schemas.jobs import JobState
 
-if TYPE_CHECKING:
-    from headrace.core.job_views import JobView, Request, ShownState
-    from headrace.core.settings import Settings
-
-app = typer.Typer(help="Training jobs: what becomes of them, and what you ask of them.", no_args_is_help=True)
+app = typer.Typer(help="Training jobs: what becomes of them, and what you ask of them.", no_args_is_help=True, add_completion=False)
 
 Job = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
@@ -31,18 +35,10 @@ def list_(
     as_json: AsJson = False,
 ) -> None:
     """List jobs, oldest first: those that a worker has read."""
-    import orjson  # noqa: PLC0415  (`headrace --help` does not wait for it)
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
-    from headrace.core.job_outcome import outcome_messages  # noqa: PLC0415
-    from headrace.core.jobs import list_jobs  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
-
     wanted = None if state is None else _state(state)
     process = Settings()
 
-    async def read() -> "list[JobView]":
+    async def read() -> list[JobView]:
         return await list_jobs(process, model_id=await _model(process, project, model), state=wanted)
 
     views = asyncio.run(read())
@@ -66,9 +62,6 @@ def list_(
 @app.command()
 def show(job: Job, as_json: AsJson = False) -> None:
     """Show a job: its document as its owner wrote it last, with what was asked since."""
-    from headrace.core.jobs import get_job  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
-
     _print(asyncio.run(get_job(Settings(), job)), as_json)
 
 
@@ -101,14 +94,12 @@ def cancel(  # noqa: PLR0917 - typer passes them by name
 
 
 def _ask(
-    request: "Request", job: str, *, wait: bool, timeout: float, as_json: bool, model: str | None = None, project: str | None = None
+    request: Request, job: str, *, wait: bool, timeout: float, as_json: bool, model: str | None = None, project: str | None = None
 ) -> None:
-    from headrace.core.jobs import ask, wait_for_job  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
 
     process = Settings()
 
-    async def run() -> "JobView":
+    async def run() -> JobView:
         view = await ask(process, request, job, model_id=await _model(process, project, model))
         return await wait_for_job(process, view, timeout) if wait else view
 
@@ -119,13 +110,11 @@ def _ask(
         typer.echo(plain(f"{view.job_id} {_said(view)}"))
 
 
-async def _model(process: "Settings", project: str | None, model: str | None) -> str | None:
+async def _model(process: Settings, project: str | None, model: str | None) -> str | None:
     return None if model is None else await model_id(process, project, model)
 
 
-def _state(text: str) -> "ShownState":
-    from headrace.core.job_views import CANCELLING  # noqa: PLC0415
-    from headrace.schemas.jobs import JobState  # noqa: PLC0415
+def _state(text: str) -> ShownState:
 
     known: dict[str, ShownState] = {state.removeprefix(_PREFIX): state for state in JobState} | {
         CANCELLING.removeprefix(_PREFIX): CANCELLING
@@ -136,13 +125,13 @@ def _state(text: str) -> "ShownState":
     return found
 
 
-def _said(view: "JobView") -> str:
+def _said(view: JobView) -> str:
     """The state for people: `RUNNING, to be paused`."""
     asked = {"pause": ", to be paused", "resume": ", to be resumed"}.get(view.requested or "", "")
     return view.state.removeprefix(_PREFIX) + asked
 
 
-def _as_dict(view: "JobView") -> dict[str, Any]:
+def _as_dict(view: JobView) -> dict[str, Any]:
     document = {} if view.document is None else view.document.model_dump(mode="json")
     # The state as shown, not as stored.
     return document | {
@@ -154,9 +143,7 @@ def _as_dict(view: "JobView") -> dict[str, Any]:
     }
 
 
-def _print(view: "JobView", as_json: bool) -> None:
-    import orjson  # noqa: PLC0415
-    import yaml  # noqa: PLC0415
+def _print(view: JobView, as_json: bool) -> None:
 
     document = _as_dict(view)
     typer.echo(orjson.dumps(document) if as_json else yaml.safe_dump(document, sort_keys=False, allow_unicode=True).rstrip())

@@ -1,17 +1,21 @@
 """`headrace lineage MODEL`: from a version back to what it trained on, or from a group on to the versions that it influenced."""
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import orjson
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from headrace.cli.model_names import Model, Project, model_id
+from headrace.cli.arguments import Model, Project, model_id, number, numbers
+from headrace.cli.model_history import ModelHistory, read_history
 from headrace.cli.steps import Incarnation
-
-if TYPE_CHECKING:
-    from headrace.cli.histories import History
-    from headrace.core.lineage import GroupLineage, Lineage, VersionLineage
-    from headrace.core.settings import Settings
+from headrace.core.errors import HeadraceError
+from headrace.core.lineage import GroupLineage, Lineage, VersionLineage
+from headrace.core.settings import Settings
+from headrace.core.step_range import ranges_text
+from headrace.core.store import open_store
 
 
 def lineage(  # noqa: PLR0917 - typer passes them by name
@@ -24,8 +28,6 @@ def lineage(  # noqa: PLR0917 - typer passes them by name
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Say which trajectories a version was trained on, or which versions a group influenced."""
-    from headrace.core.settings import Settings  # noqa: PLC0415  (`headrace --help` does not wait for it)
-
     if (version is None) == (group is None):
         raise typer.BadParameter("give one of the two", param_hint="--version, --group")
     if every and version is None:
@@ -40,8 +42,7 @@ def lineage(  # noqa: PLR0917 - typer passes them by name
         _print_json({"model_id": wanted, **_group_dict(went)}) if as_json else _print_group(went)
 
 
-async def _of_version(process: "Settings", wanted: str, incarnation: str | None, version: int, *, every: bool) -> "list[VersionLineage]":
-    from headrace.core.errors import HeadraceError  # noqa: PLC0415
+async def _of_version(process: Settings, wanted: str, incarnation: str | None, version: int, *, every: bool) -> list[VersionLineage]:
 
     history, of = await _open(process, wanted, incarnation)
     records = [record for record in history.records if record.policy_version_after <= version]
@@ -51,15 +52,12 @@ async def _of_version(process: "Settings", wanted: str, incarnation: str | None,
     return [await of.version(record) for record in (records if every else records[-1:])]
 
 
-async def _of_group(process: "Settings", wanted: str, incarnation: str | None, group_id: str) -> "GroupLineage":
+async def _of_group(process: Settings, wanted: str, incarnation: str | None, group_id: str) -> GroupLineage:
     _, of = await _open(process, wanted, incarnation)
     return await of.group(group_id)
 
 
-async def _open(process: "Settings", wanted: str, incarnation: str | None) -> "tuple[History, Lineage]":
-    from headrace.cli.histories import read_history  # noqa: PLC0415
-    from headrace.core.lineage import Lineage  # noqa: PLC0415
-    from headrace.core.store import open_store  # noqa: PLC0415
+async def _open(process: Settings, wanted: str, incarnation: str | None) -> tuple[ModelHistory, Lineage]:
 
     history = await read_history(process, wanted, incarnation=incarnation)
     state = history.view.state
@@ -69,7 +67,7 @@ async def _open(process: "Settings", wanted: str, incarnation: str | None) -> "t
     return history, Lineage(process, store, wanted, state, history.records)
 
 
-def _version_dict(found: "VersionLineage") -> dict[str, Any]:
+def _version_dict(found: VersionLineage) -> dict[str, Any]:
     record = found.record
     return {
         "version": record.policy_version_after,
@@ -87,7 +85,7 @@ def _version_dict(found: "VersionLineage") -> dict[str, Any]:
     }
 
 
-def _group_dict(went: "GroupLineage") -> dict[str, Any]:
+def _group_dict(went: GroupLineage) -> dict[str, Any]:
     trained = went.trained
     return {
         "group_id": went.group_id,
@@ -105,17 +103,11 @@ def _group_dict(went: "GroupLineage") -> dict[str, Any]:
 
 
 def _print_json(shown: dict[str, Any]) -> None:
-    import orjson  # noqa: PLC0415
 
     typer.echo(orjson.dumps(shown))
 
 
-def _print_versions(found: "list[VersionLineage]") -> None:
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
-    from headrace.cli.figures import numbers  # noqa: PLC0415
-    from headrace.core.step_range import ranges_text  # noqa: PLC0415
+def _print_versions(found: list[VersionLineage]) -> None:
 
     table = Table("version", "cut", "group", "offset", "producer", "trajectories", "tokens", "rewards", box=None, header_style="bold")
     for each in found:
@@ -152,11 +144,7 @@ def _print_versions(found: "list[VersionLineage]") -> None:
             typer.echo(f"version {each.record.policy_version_after}: {each.problem}", err=True)
 
 
-def _print_group(went: "GroupLineage") -> None:
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
-    from headrace.cli.figures import number  # noqa: PLC0415
+def _print_group(went: GroupLineage) -> None:
 
     console = Console(soft_wrap=True, markup=False, highlight=False)
     console.print(_sentence(went))
@@ -180,15 +168,13 @@ def _print_group(went: "GroupLineage") -> None:
 
 
 def _influence(versions: tuple[int, ...]) -> str:
-    from headrace.core.step_range import ranges_text  # noqa: PLC0415
 
     if len(versions) == 1:
         return f"version {versions[0]} rests on it"
     return f"versions {ranges_text(versions)} rest on it" if versions else "no version rests on it"
 
 
-def _sentence(went: "GroupLineage") -> str:
-    from headrace.core.step_range import ranges_text  # noqa: PLC0415
+def _sentence(went: GroupLineage) -> str:
 
     bucket = "the stream" if went.waiting is None or went.waiting.job_id is None else f"job {went.waiting.job_id}"
     match went.status:

@@ -2,16 +2,21 @@
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import orjson
 import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
 
-from headrace.cli.model_names import Model, Project, derived_id, model_id
+from headrace.cli.arguments import Model, Project, derived_id, model_id
+from headrace.cli.model_settings import model_settings
+from headrace.core import models, presets
+from headrace.core.model_views import ModelView
+from headrace.core.settings import Settings
 
-if TYPE_CHECKING:
-    from headrace.core.model_views import ModelView
-
-app = typer.Typer(help="Models: created and deleted by command, trained by the worker of their group.", no_args_is_help=True)
+app = typer.Typer(help="Models: created and deleted by command, trained by the worker of their group.", no_args_is_help=True, add_completion=False)
 
 _STOPPED = {"stopped", "diverged"}
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
@@ -42,10 +47,6 @@ def create(  # noqa: PLR0917 - typer passes them by name
     as_json: AsJson = False,
 ) -> None:
     """Create a model and print its id. A model that lives already with the same settings is left as it is."""
-    from headrace.cli.model_settings import model_settings  # noqa: PLC0415  (`headrace --help` does not wait for it)
-    from headrace.core import models, presets  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
-
     if full and lora_rank is not None:
         raise typer.BadParameter("it is of an adapter, but --full trains all parameters: leave one of them out", param_hint="--lora-rank")
     options = {
@@ -59,7 +60,7 @@ def create(  # noqa: PLR0917 - typer passes them by name
         "seed": seed,
     }
 
-    async def run() -> "ModelView":
+    async def run() -> ModelView:
         shadowed = None if shadow_of is None else await models.shadowed_model(process, derived_id(process, project, shadow_of))
         below = None if shadowed is None else shadowed.settings
         wanted = model_settings(settings, options, None if preset is None else presets.preset(preset), below)
@@ -81,13 +82,6 @@ def list_(
     as_json: AsJson = False,
 ) -> None:
     """List models, also those that no worker has taken up yet."""
-    import orjson  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
-    from headrace.core import models  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
-
     views = asyncio.run(models.list_models(Settings(), account=account, project=project, deleted=deleted))
     if as_json:
         typer.echo(orjson.dumps([_as_dict(view) for view in views]))
@@ -111,10 +105,8 @@ def list_(
 @app.command()
 def show(model: Model, project: Project = None, as_json: AsJson = False) -> None:
     """Show a model: its state as its owner wrote it last, and its settings."""
-    from headrace.core import models  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
 
-    async def run() -> "ModelView":
+    async def run() -> ModelView:
         return await models.get_model(process, await model_id(process, project, model))
 
     process = Settings()
@@ -128,10 +120,8 @@ def resume(model: Model, project: Project = None, wait: Wait = False, timeout: S
     A diverged model goes on from what could be run again of its steps, as a new version; the ledger says so. Groups that were lost are
     refused as `expired`. Exit code 1 if it is stopped or diverged again.
     """
-    from headrace.core import models  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
 
-    async def run() -> "ModelView":
+    async def run() -> ModelView:
         view = await models.resume_model(process, await model_id(process, project, model))
         return await models.wait_for_model(process, view, timeout) if wait else view
 
@@ -144,10 +134,8 @@ def resume(model: Model, project: Project = None, wait: Wait = False, timeout: S
 @app.command()
 def delete(model: Model, project: Project = None, wait: Wait = False, timeout: Seconds = 120) -> None:
     """Delete a model: from then on its groups are refused. Its weights and its history stay."""
-    from headrace.core import models  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
 
-    async def run() -> "ModelView":
+    async def run() -> ModelView:
         view = await models.delete_model(process, await model_id(process, project, model))
         return await models.wait_for_model(process, view, timeout) if wait else view
 
@@ -156,13 +144,13 @@ def delete(model: Model, project: Project = None, wait: Wait = False, timeout: S
     typer.echo(f"{view.model_id} {view.status}")
 
 
-def _fail_if_stopped(view: "ModelView") -> None:
+def _fail_if_stopped(view: ModelView) -> None:
     if view.status in _STOPPED:
         typer.echo(f"The model is {view.status}: {view.status_detail}", err=True)
         raise typer.Exit(1)
 
 
-def _as_dict(view: "ModelView") -> dict[str, Any]:
+def _as_dict(view: ModelView) -> dict[str, Any]:
     return {
         "id": view.model_id,
         "account": view.account,
@@ -179,9 +167,7 @@ def _as_dict(view: "ModelView") -> dict[str, Any]:
     }
 
 
-def _print_one(view: "ModelView", as_json: bool) -> None:
-    import orjson  # noqa: PLC0415
-    import yaml  # noqa: PLC0415
+def _print_one(view: ModelView, as_json: bool) -> None:
 
     text = orjson.dumps(_as_dict(view))
     # Through JSON, so that times and numbers read the same in both.

@@ -8,21 +8,24 @@ from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import Annotated, BinaryIO
 
 import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-from headrace.cli.model_names import Project, model_id
-from headrace.cli.terminal import plain
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-    from headrace.core.settings import Settings
-    from headrace.producers import TrajectoryProducer
-    from headrace.producers.jsonl import GoodLine
-    from headrace.producers.producer import Delivery
-    from headrace.schemas.training import SftConfig
+from headrace.cli.arguments import Project, model_id, plain
+from headrace.core.job_outcome import outcome_messages, trained_nothing
+from headrace.core.jobs import wait_until_over
+from headrace.core.settings import Settings
+from headrace.producers import DeliveryError, InvalidGroupError, TrajectoryProducer
+from headrace.producers.examples import decode_example, parcels
+from headrace.producers.jsonl import BadLine, GoodLine, read_groups
+from headrace.producers.producer import Delivery
+from headrace.schemas.codec import decode_group
+from headrace.schemas.jobs import JobState
+from headrace.schemas.training import SftConfig
 
 
 def produce(
@@ -44,12 +47,6 @@ def produce(
     wait: Annotated[float, typer.Option(min=0, help="Of a job: seconds to wait for its end; 0 returns when the job is in the log.")] = 60,
 ) -> None:
     """Send groups from a file. The exit code is 1 if a line is bad, or if the job failed or trained nothing; each reason is printed."""
-    from rich.console import Console  # noqa: PLC0415  (`headrace --help` does not wait for it)
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn  # noqa: PLC0415
-
-    from headrace.core.settings import Settings  # noqa: PLC0415
-    from headrace.producers import TrajectoryProducer  # noqa: PLC0415
-
     if job_id is not None and not (job or sft):
         raise typer.BadParameter("it names a job, but the groups go into the stream: add --job or --sft", param_hint="--job-id")
     examples = _sft_config(sft=sft, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate)
@@ -80,12 +77,8 @@ def produce(
         raise typer.Exit(1)
 
 
-def _told_of_end(settings: "Settings", job_id: str, seconds: float) -> bool:
+def _told_of_end(settings: Settings, job_id: str, seconds: float) -> bool:
     """Wait for the job's end and print what came of it; whether that is no failure."""
-    from headrace.core.job_outcome import outcome_messages, trained_nothing  # noqa: PLC0415 - as above
-    from headrace.core.jobs import wait_until_over  # noqa: PLC0415
-    from headrace.schemas.jobs import JobState  # noqa: PLC0415
-
     document = asyncio.run(wait_until_over(settings, job_id, seconds))
     if document is None:
         typer.echo(f"no worker has read the job within {seconds:g} s: is one running (`headrace worker`)? It stays in the log", err=True)
@@ -107,12 +100,8 @@ def _told_of_end(settings: "Settings", job_id: str, seconds: float) -> bool:
             return True
 
 
-def _sft_config(*, sft: bool, **options: float | None) -> "SftConfig | None":
+def _sft_config(*, sft: bool, **options: float | None) -> SftConfig | None:
     """The job's options as given; what is not given stays at its default."""
-    from pydantic import ValidationError  # noqa: PLC0415 - as above
-
-    from headrace.schemas.training import SftConfig  # noqa: PLC0415 - as above
-
     given = {name: value for name, value in options.items() if value is not None}
     if not sft:
         if given:
@@ -129,17 +118,14 @@ def _sft_config(*, sft: bool, **options: float | None) -> "SftConfig | None":
 class _Sender:
     """Sends lines and keeps count. Each failure is printed with its line when it happens."""
 
-    def __init__(self, producer: "TrajectoryProducer", progress: "Progress") -> None:
+    def __init__(self, producer: TrajectoryProducer, progress: Progress) -> None:
         self._producer = producer
         self._progress = progress
         self.sent = self.bad = self.failed = 0
         self.job_id: str | None = None
 
-    async def send_all(self, stream: BinaryIO, size: int | None, *, job: bool, job_id: str | None, sft: "SftConfig | None") -> None:
+    async def send_all(self, stream: BinaryIO, size: int | None, *, job: bool, job_id: str | None, sft: SftConfig | None) -> None:
         """Every line; the groups of a job are held until the last line is read."""
-        from headrace.producers import DeliveryError, InvalidGroupError  # noqa: PLC0415
-        from headrace.producers.examples import parcels  # noqa: PLC0415
-
         bar = self._progress.add_task("sending", total=size)
         held = []
         async for line in self._good_lines(stream, bar, sft=sft is not None):
@@ -163,10 +149,7 @@ class _Sender:
                 self.failed = len(held)
                 self._progress.console.print(str(error), markup=False, highlight=False, soft_wrap=True)
 
-    async def _good_lines(self, stream: BinaryIO, bar: "TaskID", *, sft: bool) -> "AsyncIterator[GoodLine]":
-        from headrace.producers.examples import decode_example  # noqa: PLC0415
-        from headrace.producers.jsonl import BadLine, read_groups  # noqa: PLC0415
-        from headrace.schemas.codec import decode_group  # noqa: PLC0415
+    async def _good_lines(self, stream: BinaryIO, bar: TaskID, *, sft: bool) -> AsyncIterator[GoodLine]:
 
         lines = read_groups(stream, decode=decode_example if sft else decode_group)
         while (line := await asyncio.to_thread(next, lines, None)) is not None:
@@ -176,7 +159,7 @@ class _Sender:
             else:
                 yield line
 
-    def _delivered(self, number: int, delivery: "Delivery") -> None:
+    def _delivered(self, number: int, delivery: Delivery) -> None:
         if error := delivery.exception():
             self.failed += 1
             self._print(number, str(error))

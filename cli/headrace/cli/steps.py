@@ -2,15 +2,18 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import orjson
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from headrace.cli.model_names import Model, Project, model_id
-
-if TYPE_CHECKING:
-    from headrace.cli.histories import History
-    from headrace.schemas.state import StepRecord
+from headrace.cli.arguments import Model, Project, counts, model_id, moment, number
+from headrace.cli.model_history import ModelHistory, read_history
+from headrace.core.settings import Settings
+from headrace.core.step_range import StepRange
+from headrace.schemas.state import StepRecord
 
 Steps = Annotated[str | None, typer.Option(help="Only these: A..B, A.., ..B or A.")]
 Incarnation = Annotated[str | None, typer.Option(help="Of a model that was deleted and created again: which; the current one.")]
@@ -25,19 +28,10 @@ def steps(  # noqa: PLR0917 - typer passes them by name
     as_json: Annotated[bool, typer.Option("--json", help="The ledger's records, one JSON array.")] = False,
 ) -> None:
     """List the committed steps of a model."""
-    import orjson  # noqa: PLC0415  (`headrace --help` does not wait for it)
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
-    from headrace.cli.figures import number  # noqa: PLC0415
-    from headrace.cli.histories import read_history  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
-    from headrace.core.step_range import StepRange  # noqa: PLC0415
-
     chosen = None if steps is None else StepRange.parse(steps)
     process = Settings()
 
-    async def read() -> "History":
+    async def read() -> ModelHistory:
         wanted = await model_id(process, project, model)
         return await read_history(process, wanted, incarnation=incarnation, steps=chosen, last=last)
 
@@ -82,8 +76,7 @@ _COLUMNS = (
 )
 
 
-def _row(record: "StepRecord") -> list[str]:
-    from headrace.cli.figures import counts, moment, number  # noqa: PLC0415
+def _row(record: StepRecord) -> list[str]:
 
     metrics = record.metrics
     refused = counts(record.refusals)
@@ -107,12 +100,12 @@ def _row(record: "StepRecord") -> list[str]:
     ]
 
 
-def _measured(records: "Sequence[StepRecord]") -> list[str]:
+def _measured(records: Sequence[StepRecord]) -> list[str]:
     """The first of the rollouts' own metrics: `headrace inspect` and `--json` have all."""
     return sorted({name for record in records for name in record.metrics if name.startswith("user/")})[:_MEASURED]
 
 
-def seconds_of(record: "StepRecord") -> float | None:
+def seconds_of(record: StepRecord) -> float | None:
     """Of the ranks, all phases together."""
     phases = [value for name, value in record.metrics.items() if name.startswith("seconds_")]
     return sum(phases) if phases else None

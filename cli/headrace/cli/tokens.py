@@ -8,7 +8,7 @@ import typer
 from headrace.core.settings import Settings
 from headrace.gateway.tokens import create_token, list_tokens, revoke_token
 
-app = typer.Typer(no_args_is_help=True, help="Tokens of the gateway.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Tokens of the gateway.")
 
 _File = Annotated[Path | None, typer.Option("--file", help="File of the tokens; gateway.tokens_file of the settings.")]
 

@@ -1,14 +1,18 @@
 """`headrace topics apply|show`: the topics of the settings' prefix."""
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import orjson
 import typer
+from rich.console import Console
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from headrace.core.topic_admin import TopicReport
+from headrace.core import topic_admin
+from headrace.core.settings import Settings
+from headrace.core.topic_admin import TopicReport
 
-app = typer.Typer(help="Create the topics, and see where they differ.", no_args_is_help=True)
+app = typer.Typer(help="Create the topics, and see where they differ.", no_args_is_help=True, add_completion=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON array.")]
 
@@ -16,9 +20,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON array.")]
 @app.command()
 def apply(as_json: AsJson = False) -> None:
     """Create missing topics and put their settings right. Partition counts are never changed: another count is an error."""
-    from headrace.core import topic_admin  # noqa: PLC0415  (aiokafka: `headrace --help` does not wait for it)
-    from headrace.core.settings import Settings  # noqa: PLC0415
-
     done = {"missing": "created", "differs": "changed", "equal": "unchanged"}
     _print(asyncio.run(topic_admin.apply(Settings())), done, as_json)
 
@@ -26,19 +27,13 @@ def apply(as_json: AsJson = False) -> None:
 @app.command()
 def show(as_json: AsJson = False) -> None:
     """Show the topics beside what they should be. Exit code 1 if one is missing or differs."""
-    from headrace.core import topic_admin  # noqa: PLC0415
-    from headrace.core.settings import Settings  # noqa: PLC0415
-
     reports = asyncio.run(topic_admin.show(Settings()))
     _print(reports, {}, as_json)
     if any(report.state != "equal" for report in reports):
         raise typer.Exit(1)
 
 
-def _print(reports: "list[TopicReport]", words: dict[str, str], as_json: bool) -> None:
-    import orjson  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+def _print(reports: list[TopicReport], words: dict[str, str], as_json: bool) -> None:
 
     if as_json:
         typer.echo(

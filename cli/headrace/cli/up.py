@@ -8,12 +8,12 @@ import signal
 import threading
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from headrace.core.local import LocalBroker, LocalS3
+from headrace.core.local import LocalBroker, LocalS3, LocalServiceError
+from headrace.core.settings import Settings
 
 BUCKET = "headrace"
 """The bucket that `--s3` makes and HEADRACE_STORE__URL names."""
@@ -27,9 +27,6 @@ def up(
     s3_port: Annotated[int, typer.Option(min=0, max=65535, help="Its port; 0: that of the last start, or a free one.")] = 0,
 ) -> None:
     """Start Kafka (and S3) on this machine and keep them until Ctrl-C."""
-    from headrace.core.local import LocalBroker, LocalS3  # noqa: PLC0415  (boto3: `headrace --help` does not wait for it)
-    from headrace.core.settings import Settings  # noqa: PLC0415
-
     configured = Settings().kafka.bootstrap_servers
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that both leave in order
     ready = False
@@ -58,13 +55,11 @@ def up(
         raise typer.Exit(0 if ready else INTERRUPTED) from None
 
 
-def _wait_for_the_first_to_end(services: "list[LocalBroker | LocalS3]") -> None:
+def _wait_for_the_first_to_end(services: list[LocalBroker | LocalS3]) -> None:
     """Returns never but by KeyboardInterrupt; a service that ends by itself is an error."""
-    from headrace.core.local import LocalServiceError  # noqa: PLC0415  (as above)
-
     ended: queue.SimpleQueue[LocalBroker | LocalS3] = queue.SimpleQueue()
 
-    def watch(service: "LocalBroker | LocalS3") -> None:
+    def watch(service: LocalBroker | LocalS3) -> None:
         service.wait()
         ended.put(service)
 

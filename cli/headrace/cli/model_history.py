@@ -18,7 +18,7 @@ class UnknownIncarnationError(HeadraceError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class ModelHistory:
     """A model, and steps of one incarnation of it."""
 
     view: ModelView
@@ -29,7 +29,7 @@ class History:
 
 async def read_history(
     settings: Settings, model_id: str, *, incarnation: str | None = None, steps: StepRange | None = None, last: int | None = None
-) -> History:
+) -> ModelHistory:
     """Read a model and its ledger.
 
     Args:
@@ -60,4 +60,4 @@ async def read_history(
         there = ", ".join(f"{each} ({count} steps)" for each, count in found.items()) or "none: it has committed no step"
         raise UnknownIncarnationError(f"the ledger of {view.name} has no incarnation {incarnation}; there are {there}")
     shown = wanted or next(reversed(found), None)
-    return History(view=view, records=list(kept), others={each: count for each, count in found.items() if each != shown})
+    return ModelHistory(view=view, records=list(kept), others={each: count for each, count in found.items() if each != shown})
