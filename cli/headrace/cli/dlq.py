@@ -28,7 +28,9 @@ from headrace.core.times import parse_time
 from headrace.schemas.base import utc_now
 from headrace.schemas.reasons import DeadLetterReason
 
-app = typer.Typer(help="Dead letters: records that could not be read, with their bytes untouched.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Dead letters: records that could not be read, with their bytes untouched.", no_args_is_help=True, add_completion=False
+)
 
 _SHOWN = 2_000
 """Characters of a value that `show` prints."""

@@ -11,12 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.arguments import Model, Project, derived_id, model_id
+from headrace.cli.export import export
 from headrace.cli.model_settings import model_settings
 from headrace.core import models, presets
 from headrace.core.model_views import ModelView
 from headrace.core.settings import Settings
 
-app = typer.Typer(help="Models: created and deleted by command, trained by the worker of their group.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Models: created and deleted by command, trained by the worker of their group.", no_args_is_help=True, add_completion=False
+)
 
 _STOPPED = {"stopped", "diverged"}
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
@@ -72,6 +75,9 @@ def create(  # noqa: PLR0917 - typer passes them by name
     view = asyncio.run(run())
     _print_one(view, as_json) if as_json else typer.echo(view.model_id)
     _fail_if_stopped(view)
+
+
+app.command()(export)
 
 
 @app.command("list")
