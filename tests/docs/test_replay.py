@@ -6,7 +6,7 @@ from pathlib import Path
 
 from typer.main import get_command
 
-from headrace.cli.app import app
+from headrace.cli.app import load_command
 from headrace.cli.replay import app as replay_app
 from headrace.consumers.replay.where import FOLDERS, NUMBERS, TEXTS, Where
 
@@ -35,7 +35,7 @@ def test_the_commands_that_are_shown_have_the_options_they_are_given() -> None:
     assert len(lines) == 6
     for line in lines:
         words = shlex.split(line.partition(" | ")[0])[1:]
-        command = get_command(app)
+        command = load_command(words.pop(0))
         while words and words[0] in getattr(command, "commands", ()):
             command = command.commands[words.pop(0)]  # type: ignore[attr-defined]  # it has them
         known = {option for parameter in command.params for option in parameter.opts}

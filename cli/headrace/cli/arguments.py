@@ -1,14 +1,18 @@
-"""How commands name models, and how they print numbers, times and text of others.
+"""How commands name models, and how they print tables, numbers, times and text of others.
 
-Text that others sent (ids, messages, payloads) is escaped before it reaches a terminal (`plain`).
+Guarantees: text that others sent (ids, messages, payloads) is escaped before it reaches a terminal (`plain`); a table is whole in a
+pipe or a file. In a narrow terminal it leaves out its least important columns and names them.
 """
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
 
 from headrace.core.model_names import find_model
 from headrace.core.models import model_id_of
@@ -74,3 +78,39 @@ def derived_id(process: Settings, project: str, model: str) -> str:
         return str(uuid.UUID(model))
     except ValueError:
         return model_id_of(process.account, project, model)
+
+
+_SEPARATOR = 2
+_WRAPPED = 24
+"""Columns of a terminal that a wrapping column needs."""
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, important: Sequence[str], right: Collection[str] = ()) -> None:
+    """Print a table whose last column wraps.
+
+    Args:
+        columns: Headings.
+        rows: Cells, already escaped.
+        important: Headings that a narrow terminal keeps longest, most important first. The last column is always kept if it is among them.
+        right: Headings of columns that are aligned right.
+    """
+    console = Console(markup=False, highlight=False)
+    widths = {cells[0]: max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)}
+    shown = list(columns)
+    if not console.is_terminal:
+        console.width = sum(widths.values()) + _SEPARATOR * len(columns)
+    else:
+        widths[columns[-1]] = min(widths[columns[-1]], _WRAPPED)
+        order = [*important, *(name for name in columns if name not in important)]
+        while len(shown) > 1 and sum(widths[name] + _SEPARATOR for name in shown) > console.width:
+            order_left = [name for name in order if name in shown]
+            shown.remove(order_left[-1])
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in shown:
+        last = name == columns[-1]
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=not last, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell for name, cell in zip(columns, row, strict=True) if name in shown))
+    console.print(table)
+    if left_out := [name for name in columns if name not in shown]:
+        console.print(f"Not shown in this narrow terminal, but in a pipe and with --json: {', '.join(left_out)}", style="dim")

@@ -14,10 +14,8 @@ from typing import Annotated, Any
 
 import orjson
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from headrace.cli.arguments import Project, model_id, plain
+from headrace.cli.arguments import Project, model_id, plain, print_table
 from headrace.core.dead_letters import CLIENT_ID, DeadLetter, LetterFilter, Original, Place, get_letter, list_letters, open_cut
 from headrace.core.kafka import client_options
 from headrace.core.model_names import AmbiguousModelError
@@ -60,14 +58,14 @@ def list_(  # noqa: PLR0917 - typer passes them by name
         typer.echo(orjson.dumps([_as_dict(letter) for letter in letters]))
         return
     columns = ["letter", "since (UTC)", "reason", "from", "key", "bytes", "detail", *(["what became of it"] if resolved else [])]
-    table = Table(*columns, box=None, header_style="bold")
+    rows = []
     for letter in letters:
         size = "null" if letter.size is None else str(letter.size)
         fault = f"{letter.path}: {letter.detail}" if letter.path else letter.detail
         source = f"{letter.topic} {letter.partition}:{letter.offset}"
         cells = [str(letter.place), f"{letter.written_at:%Y-%m-%d %H:%M:%S}", letter.reason, source, _text(letter.key), size, fault]
-        table.add_row(*map(plain, cells), *([_fate(letter)] if resolved else []))
-    Console(soft_wrap=True, markup=False).print(table)
+        rows.append([*map(plain, cells), *([_fate(letter)] if resolved else [])])
+    print_table(columns, rows, important=("letter", "reason", columns[-1], "detail", "from", "key"), right={"bytes"})
 
 
 @app.command()

@@ -62,8 +62,8 @@ def init(
     groups: list[bytes] = []
     while len(groups) < GROUPS:
         for sampled in VaultTask().sample(engine, rng, groups=GROUPS, rollouts=ROLLOUTS):
-            if len({trajectory.reward for trajectory in sampled.group.trajectories}) > 1:  # equal rewards train nothing
-                groups.append(encode_json(sampled))
+            rewards = {trajectory.reward for trajectory in sampled.group.trajectories}
+            groups += [encode_json(sampled)] if len(rewards) > 1 else []  # equal rewards train nothing
     examples = [_example(vault.draw_episode(rng)) for _ in range(EXAMPLES)]
     (folder / "groups.jsonl").write_bytes(b"\n".join(groups[:GROUPS]) + b"\n")
     (folder / "examples.jsonl").write_bytes(b"\n".join(examples) + b"\n")

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.arguments import Model, Project, counts, model_id, moment, number, numbers
+from headrace.cli.arguments import Model, Project, counts, model_id, moment, number, numbers, plain, print_table
 from headrace.cli.model_history import ModelHistory, read_history
 from headrace.cli.steps import Incarnation
 from headrace.core.errors import HeadraceError
@@ -102,7 +102,7 @@ def _print_record(console: Console, record: StepRecord) -> None:
         _section(console, "supervised", record.sft.model_dump(mode="json"))
     _print_metrics(console, record)
     before, after = record.scalars_before.model_dump(mode="json"), record.scalars.model_dump(mode="json")
-    _section(console, "scalars", {name: f"{_plain(before[name])} → {_plain(after[name])}" for name in after if before[name] != after[name]})
+    _section(console, "scalars", {name: f"{_shown(before[name])} → {_shown(after[name])}" for name in after if before[name] != after[name]})
     _section(console, "digests", {"config": record.config_digest, "plan": record.plan_digest})
     for name in ("weights", "snapshot", "report", "plots"):
         if (ref := getattr(record, name)) is not None:
@@ -111,46 +111,50 @@ def _print_record(console: Console, record: StepRecord) -> None:
 
 
 def _print_metrics(console: Console, record: StepRecord) -> None:
-    """In three columns: there are many."""
+    """In as many columns as fit: there are many."""
     if not record.metrics:
         return
     console.print("\nmetrics", style="bold")
+    names = max(map(len, record.metrics))
+    columns = max(1, min(3, console.width // (names + 14))) if console.is_terminal else 3
     table = Table.grid(padding=(0, 2))
     cells = [cell for name, value in record.metrics.items() for cell in (name, number(value))]
-    for at in range(0, len(cells), 6):
-        table.add_row("", *cells[at : at + 6])
+    for at in range(0, len(cells), 2 * columns):
+        table.add_row("", *cells[at : at + 2 * columns])
     console.print(table)
 
 
 def _print_report(console: Console, record: StepRecord, report: StepReport) -> None:
 
     console.print(f"\ngroups ({len(report.groups)})", style="bold")
-    table = Table(
-        "group", "offset", "producer", "trajectories", "tokens", "trained", "sampled by", "rewards", "advantages", box=None, pad_edge=False
-    )
-    for group in report.groups:
-        members = group.trajectories
-        table.add_row(
-            group.group_id,
+    columns = ("group", "offset", "producer", "trajectories", "tokens", "trained", "sampled by", "rewards", "advantages")
+    rows = [
+        [
+            plain(group.group_id),
             str(group.offset),
-            group.producer or "-",
-            str(len(members)),
-            str(sum(member.tokens for member in members)),
-            str(sum(member.trainable_tokens for member in members)),
-            _versions(member.initial_policy_version for member in members),
-            numbers([member.reward for member in members]),
-            numbers([member.advantage for member in members]),
-        )
-    console.print(table)
+            plain(group.producer or "-"),
+            str(len(group.trajectories)),
+            str(sum(member.tokens for member in group.trajectories)),
+            str(sum(member.trainable_tokens for member in group.trajectories)),
+            _versions(member.initial_policy_version for member in group.trajectories),
+            numbers([member.reward for member in group.trajectories]),
+            numbers([member.advantage for member in group.trajectories]),
+        ]
+        for group in report.groups
+    ]
+    print_table(columns, rows, important=("group", "rewards", "advantages", "trained", "offset", "sampled by"))
     if report.refused or report.refused_trajectories or report.refused_unlisted:
         listed: tuple[GroupRejected | TrajectoryRejected, ...] = (*report.refused, *report.refused_trajectories)
         total = len(listed) + report.refused_unlisted
         console.print(f"\nrefused since the step before ({total})", style="bold")
-        refusals = Table("group", "trajectory", "offset", "job", "reason", "detail", box=None, pad_edge=False)
-        for refusal in listed:
-            where = "-" if refusal.trajectory is None else str(refusal.trajectory)
-            refusals.add_row(refusal.group_id, where, str(refusal.offset), refusal.job_id or "-", refusal.reason.value, refusal.detail)
-        console.print(refusals)
+        rejected = []
+        for event in listed:
+            where = "-" if event.trajectory is None else str(event.trajectory)
+            texts = (event.group_id, where, str(event.offset), event.job_id or "-", event.reason.value, event.detail)
+            rejected.append([*map(plain, texts)])
+        print_table(
+            ("group", "trajectory", "offset", "job", "reason", "detail"), rejected, important=("group", "reason", "detail", "trajectory")
+        )
         if report.refused_unlisted:
             console.print(f"and {report.refused_unlisted} more, which stand in training-events")
     _section(console, "seconds", {name: number(value) for name, value in report.timings.items()})
@@ -175,13 +179,13 @@ def _section(console: Console, title: str, values: Mapping[str, Any]) -> None:
 def _fields(console: Console, values: Mapping[str, Any]) -> None:
     width = max([len(name) for name in values] + [len("trajectories refused")])
     for name, value in values.items():
-        console.print(f"  {name:<{width}}  {_plain(value)}")
+        console.print(f"  {name:<{width}}  {_shown(value)}")
 
 
-def _plain(value: Any) -> str:  # noqa: ANN401 - any value of a record
+def _shown(value: Any) -> str:  # noqa: ANN401 - any value of a record
     """`-` for nothing; nested values on one line."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
+        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
     return "-" if value in {None, ""} else str(value)
 
 

@@ -6,10 +6,8 @@ from typing import Annotated, Any
 import orjson
 import typer
 import yaml
-from rich.console import Console
-from rich.table import Table
 
-from headrace.cli.arguments import Project, model_id, plain
+from headrace.cli.arguments import Project, model_id, plain, print_table
 from headrace.core.job_outcome import outcome_messages
 from headrace.core.job_views import CANCELLING, JobView, Request, ShownState
 from headrace.core.jobs import ask, get_job, list_jobs, wait_for_job
@@ -45,7 +43,8 @@ def list_(
     if as_json:
         typer.echo(orjson.dumps([_as_dict(view) for view in views]))
         return
-    table = Table("job", "model", "kind", "state", "groups", "refused", "step", "created (UTC)", "message", box=None, header_style="bold")
+    columns = ("job", "model", "kind", "state", "groups", "refused", "step", "created (UTC)", "message")
+    rows = []
     for view in views:
         document = view.document
         if document is None:
@@ -55,8 +54,8 @@ def list_(
             counts = [str(document.num_groups), str(document.groups_rejected), step]
             told = document.error_message or next(iter(outcome_messages(document)), "")
             cells = [view.job_id, view.model_id, document.kind, _said(view), *counts, created, told]
-        table.add_row(*map(plain, cells))
-    Console(soft_wrap=True, markup=False).print(table)
+        rows.append([*map(plain, cells)])
+    print_table(columns, rows, important=("job", "state", "message", "step", "groups", "refused"), right={"groups", "refused", "step"})
 
 
 @app.command()

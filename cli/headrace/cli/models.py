@@ -7,10 +7,8 @@ from typing import Annotated, Any
 import orjson
 import typer
 import yaml
-from rich.console import Console
-from rich.table import Table
 
-from headrace.cli.arguments import Model, Project, derived_id, model_id
+from headrace.cli.arguments import Model, Project, derived_id, model_id, print_table
 from headrace.cli.export import export
 from headrace.cli.model_settings import model_settings
 from headrace.core import models, presets
@@ -92,12 +90,15 @@ def list_(
     if as_json:
         typer.echo(orjson.dumps([_as_dict(view) for view in views]))
         return
-    table = Table("project", "name", "id", "base model", "trained", "status", "version", "groups", box=None, header_style="bold")
+    rows = []
     for view in views:
         version, groups = (view.state.policy_version, view.state.groups_trained) if view.state else (0, 0)
         trained, base = view.settings.adaptation, view.settings.base_model
-        table.add_row(view.project, view.name, view.model_id, base, trained, view.status, str(version), str(groups))
-    Console(soft_wrap=True, markup=False).print(table)
+        rows.append([view.project, view.name, view.model_id, base, trained, view.status, str(version), str(groups)])
+    columns = ("project", "name", "id", "base model", "trained", "status", "version", "groups")
+    print_table(
+        columns, rows, important=("name", "status", "version", "groups", "base model", "trained", "project"), right={"version", "groups"}
+    )
     for view in views:
         if view.status in _STOPPED:
             typer.echo(f"{view.name} is {view.status}: {view.status_detail}\n  To let it go on: headrace models resume {view.model_id}")

@@ -6,10 +6,8 @@ from typing import Annotated
 
 import orjson
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from headrace.cli.arguments import Model, Project, counts, model_id, moment, number
+from headrace.cli.arguments import Model, Project, counts, model_id, moment, number, print_table
 from headrace.cli.model_history import ModelHistory, read_history
 from headrace.core.settings import Settings
 from headrace.core.step_range import StepRange
@@ -40,15 +38,9 @@ def steps(  # noqa: PLR0917 - typer passes them by name
         typer.echo(orjson.dumps([record.model_dump(mode="json") for record in history.records]))
         return
     if history.records:
-        table = Table(box=None, header_style="bold")
-        for heading, justify in _COLUMNS:
-            table.add_column(heading, justify="right" if justify == "right" else "left")
         measured = _measured(history.records)
-        for name in measured:
-            table.add_column(name, justify="right")
-        for record in history.records:
-            table.add_row(*_row(record), *(number(record.metrics.get(name)) for name in measured))
-        Console(soft_wrap=True, markup=False).print(table)
+        rows = [[*_row(record), *(number(record.metrics.get(name)) for name in measured)] for record in history.records]
+        print_table([*_COLUMNS, *measured], rows, important=_IMPORTANT, right=_RIGHT.union(measured))
     else:
         typer.echo(f"{history.view.name} has committed no step{'' if chosen is None else f' in {chosen}'}", err=True)
     if history.others and incarnation is None:
@@ -59,21 +51,11 @@ def steps(  # noqa: PLR0917 - typer passes them by name
 _MEASURED = 4
 
 _COLUMNS = (
-    ("step", "right"),
-    ("version", "right"),
-    ("groups", "right"),
-    ("tokens", "right"),
-    ("cut", "left"),
-    ("job", "left"),
-    ("loss", "right"),
-    ("grad norm", "right"),
-    ("reward mean", "right"),
-    ("lag", "right"),
-    ("seconds", "right"),
-    ("refused", "left"),
-    ("committed at", "left"),
-    ("snapshot", "left"),
-)
+    "step", "version", "groups", "tokens", "cut", "job", "loss", "grad norm", "reward mean", "lag", "seconds", "refused",
+    "committed at", "snapshot",
+)  # fmt: skip
+_IMPORTANT = ("step", "reward mean", "loss", "groups", "tokens", "lag", "seconds", "grad norm", "job", "refused", "committed at", "cut")
+_RIGHT = frozenset({"step", "version", "groups", "tokens", "loss", "grad norm", "reward mean", "lag", "seconds"})
 
 
 def _row(record: StepRecord) -> list[str]:
