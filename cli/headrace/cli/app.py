@@ -35,6 +35,11 @@ _COMMANDS = {
 }
 
 
+def command_names() -> list[str]:
+    """Every subcommand, in the order of `--help`."""
+    return list(_COMMANDS)
+
+
 def load_command(name: str) -> Any:  # noqa: ANN401 - typer's command types are those of the click that it brings
     """Import a subcommand: a `typer.Typer` called `app` in its module, or the function of its name."""
     module = import_module(f"headrace.cli.{_COMMANDS[name][0]}")

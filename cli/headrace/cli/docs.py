@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.reference import reference_pages
 from headrace.consumers.asyncapi import asyncapi_yaml
 from headrace.gateway.app import openapi_json
 from headrace.schemas.json_schema import json_schema_files
@@ -34,6 +35,13 @@ def jsonschema(out: Annotated[Path, typer.Option(help="The folder.")] = Path("sc
     """One JSON Schema a record; files of records that are gone are removed."""
     files = {out / name: content for name, content in json_schema_files().items()}
     _settle(files, stale=sorted(set(out.glob("*.json")) - files.keys()), check=check)
+
+
+@app.command()
+def reference(out: Annotated[Path, typer.Option(help="The folder.")] = Path("docs/reference"), check: _Check = False) -> None:
+    """The reference pages of the documentation: settings, records, topics, commands."""
+    files = {out / name: content for name, content in reference_pages().items()}
+    _settle(files, stale=sorted(set(out.glob("*.md")) - files.keys()), check=check)
 
 
 def _settle(files: dict[Path, str], *, stale: list[Path], check: bool) -> None:
