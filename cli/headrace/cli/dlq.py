@@ -1,6 +1,6 @@
 """`headrace dlq list|show|retry|drop`: what could not be read, and what became of it.
 
-What a letter holds was written by somebody else: characters that a terminal would obey are escaped; `--raw` gives the bytes as they are.
+A letter holds text of others: characters that a terminal would obey are escaped. `--raw` gives the bytes unchanged.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ Reason = Annotated[DeadLetterReason | None, typer.Option("--reason", help="Only 
 OfModel = Annotated[str | None, typer.Option("--model", "-m", help="Only with this key: a model's id, or its name in the project.")]
 Since = Annotated[str | None, typer.Option(help="Only since then: 1h ago (s, m, h, d), or 2026-11-30T08:15:00Z.")]
 Places = Annotated[list[str] | None, typer.Argument(metavar="PARTITION:OFFSET", help="Letters, as `list` shows them.")]
-Everything = Annotated[bool, typer.Option("--all", help="All that wait for somebody and fit.")]
+Everything = Annotated[bool, typer.Option("--all", help="All unresolved letters that match.")]
 By = Annotated[str | None, typer.Option(help="Who does it; written down. Default: user and machine.")]
 
 
@@ -222,7 +222,7 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
 
 
 def _encoded(name: str, data: bytes | None) -> dict[str, str | None]:
-    """Bytes as JSON: as text, or, where they are no text, in base64 under a name that says so."""
+    """Bytes as JSON: as text, or, where they are no text, in base64 under the name NAME_base64."""
     if data is None:
         return {name: None}
     try:
@@ -267,7 +267,7 @@ def _print(letter: DeadLetter, original: Original) -> None:
         typer.echo("\n".join(plain(line) for line in text[:_SHOWN].splitlines()))
         if len(text) > _SHOWN:
             more = f"{len(text) - _SHOWN} more characters" if letter.cut is None else "more"
-            typer.echo(f"… and {more}: --raw gives all of it")
+            typer.echo(f"… and {more}: --raw prints the whole value")
 
 
 def _text(data: bytes | None) -> str:

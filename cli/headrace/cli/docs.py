@@ -32,7 +32,7 @@ def openapi(out: Annotated[Path, typer.Option(help="The JSON file.")] = Path("sc
 
 @app.command()
 def jsonschema(out: Annotated[Path, typer.Option(help="The folder.")] = Path("schemas/json"), check: _Check = False) -> None:
-    """One JSON Schema a record; files of records that are gone are removed."""
+    """One JSON Schema a record; files of removed records are deleted."""
     files = {out / name: content for name, content in json_schema_files().items()}
     _settle(files, stale=sorted(set(out.glob("*.json")) - files.keys()), check=check)
 

@@ -1,4 +1,4 @@
-"""`headrace init DIR`: everything that the commands of README and docs name, so that each works as it stands.
+"""`headrace init DIR`: everything that the commands of README and docs name, so that each works unchanged.
 
 Writes `headrace.yaml` (a configuration), `tiny/` (the demo's base model, 100 thousand parameters), `groups.jsonl` (groups that it sampled,
 with rewards), `examples.jsonl` (conversations for supervised fine-tuning) and `model.yaml` (training options).
@@ -73,7 +73,7 @@ def init(
 
 
 def _configuration(folder: Path) -> str:
-    """The file; a JSON string is a YAML string, whatever characters a path has."""
+    """The file; a JSON string is a YAML string too, so that every path is valid."""
     places = {"base": folder / "tiny", "work": folder / "work", "tokens": folder / "tokens.json"}
     quoted = {name: orjson.dumps(str(path)).decode() for name, path in places.items()}
     return _CONFIGURATION.format(**quoted, store=orjson.dumps((folder / "store").as_uri()).decode())

@@ -30,10 +30,10 @@ def inspect(  # noqa: PLR0917 - typer passes them by name
     step: Annotated[int, typer.Argument(min=1, help="Which step.")],
     project: Project = None,
     incarnation: Incarnation = None,
-    rows: Annotated[bool, typer.Option("--rows", help="Also what is kept of the packed rows.")] = False,
+    rows: Annotated[bool, typer.Option("--rows", help="Also the packed rows that were kept.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The ledger's record and the report, one JSON object.")] = False,
 ) -> None:
-    """Show one step: its ledger record, its report, and what is kept of its packed rows."""
+    """Show one step: its ledger record, its report, and the packed rows that were kept."""
     process = Settings()
 
     async def read() -> ModelHistory:
@@ -97,7 +97,7 @@ def _print_record(console: Console, record: StepRecord) -> None:
     if record.forked is not None:
         _section(console, "forked", record.forked.model_dump(mode="json", exclude={"scalars"}))
     said = record.config.model_dump(exclude_none=True)
-    _section(console, "config (what is not named is at its default)", said or {"all": "at its default"})
+    _section(console, "config (options that are not named have their defaults)", said or {"all": "at its default"})
     if record.sft is not None:
         _section(console, "supervised", record.sft.model_dump(mode="json"))
     _print_metrics(console, record)
@@ -146,7 +146,7 @@ def _print_report(console: Console, record: StepRecord, report: StepReport) -> N
     if report.refused or report.refused_trajectories or report.refused_unlisted:
         listed: tuple[GroupRejected | TrajectoryRejected, ...] = (*report.refused, *report.refused_trajectories)
         total = len(listed) + report.refused_unlisted
-        console.print(f"\nrefused since the step before ({total})", style="bold")
+        console.print(f"\nrejected since the step before ({total})", style="bold")
         rejected = []
         for event in listed:
             where = "-" if event.trajectory is None else str(event.trajectory)
@@ -156,7 +156,7 @@ def _print_report(console: Console, record: StepRecord, report: StepReport) -> N
             ("group", "trajectory", "offset", "job", "reason", "detail"), rejected, important=("group", "reason", "detail", "trajectory")
         )
         if report.refused_unlisted:
-            console.print(f"and {report.refused_unlisted} more, which stand in training-events")
+            console.print(f"and {report.refused_unlisted} more, in the topic training-events")
     _section(console, "seconds", {name: number(value) for name, value in report.timings.items()})
     kept = "none kept (worker.report_rows)"
     if report.rows != "none" and record.report is not None:

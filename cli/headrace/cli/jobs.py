@@ -14,7 +14,7 @@ from headrace.core.jobs import ask, get_job, list_jobs, wait_for_job
 from headrace.core.settings import Settings
 from headrace.schemas.jobs import JobState
 
-app = typer.Typer(help="Training jobs: what becomes of them, and what you ask of them.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Training jobs: follow them, pause, resume and cancel them.", no_args_is_help=True, add_completion=False)
 
 Job = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
@@ -66,7 +66,7 @@ def show(job: Job, as_json: AsJson = False) -> None:
 
 @app.command()
 def pause(job: Job, wait: Wait = False, timeout: Seconds = 120, as_json: AsJson = False) -> None:
-    """Pause a job: one that waits is not begun, one that runs gives its step up and begins it anew after `resume`."""
+    """Pause a job. A pending job does not begin; a running one drops its step and begins it again after `resume`."""
     _ask("pause", job, wait=wait, timeout=timeout, as_json=as_json)
 
 

@@ -136,7 +136,7 @@ def _print_versions(found: list[VersionLineage]) -> None:
             )
         if each.record.rebased is not None and each.record.rebased.resumed_from is not None:
             console.print(
-                f"version {each.record.policy_version_after} goes on from step {each.record.rebased.resumed_from}: what the versions "
+                f"version {each.record.policy_version_after} continues from step {each.record.rebased.resumed_from}: what the versions "
                 "between trained on is not in it"
             )
     for each in found:
@@ -187,7 +187,7 @@ def _sentence(went: GroupLineage) -> str:
             return f"{went.group_id} waits at offset {went.waiting.offset}, in the bucket of {bucket}"
         case "sent" if went.waiting is not None:
             beyond = "beyond what its owner has committed: it waits for more groups, or no worker has read it yet"
-            return f"{went.group_id} stands at offset {went.waiting.offset}, for {bucket}, {beyond}"
+            return f"{went.group_id} is at offset {went.waiting.offset}, for {bucket}, {beyond}"
         case "refused":
             return f"{went.group_id} was refused"
     missing = (

@@ -1,6 +1,6 @@
 """The settings of a model from a preset, a file over it, and the options of the command line over both.
 
-Guarantees: what is wrong or unknown is named with its field, and with the file it stands in.
+Guarantees: an error names the field that is wrong or unknown, and its file.
 """
 
 from collections.abc import Iterator

@@ -101,9 +101,9 @@ def list_(
     )
     for view in views:
         if view.status in _STOPPED:
-            typer.echo(f"{view.name} is {view.status}: {view.status_detail}\n  To let it go on: headrace models resume {view.model_id}")
+            typer.echo(f"{view.name} is {view.status}: {view.status_detail}\n  To resume it: headrace models resume {view.model_id}")
         elif view.status == "waiting":
-            typer.echo(f"{view.name} is waiting: {view.status_detail}\n  It goes on by itself when that is repaired.")
+            typer.echo(f"{view.name} is waiting: {view.status_detail}\n  It resumes by itself when that is repaired.")
         if view.state is not None and view.state.unknown_versions:
             names = "\n  ".join(view.state.unknown_versions)
             typer.echo(f"{view.name} has published versions that its ledger does not know (Kafka has lost their records):\n  {names}")
@@ -122,10 +122,11 @@ def show(model: Model, project: Project = None, as_json: AsJson = False) -> None
 
 @app.command()
 def resume(model: Model, project: Project = None, wait: Wait = False, timeout: Seconds = 120, as_json: AsJson = False) -> None:
-    """Let a model go on that is stopped or has diverged.
+    """Resume a model that is stopped or has diverged.
 
-    A diverged model goes on from what could be run again of its steps, as a new version; the ledger says so. Groups that were lost are
-    refused as `expired`. Exit code 1 if it is stopped or diverged again.
+    A diverged model resumes from the last step that a rerun could reproduce, as a new version that the ledger marks `rebased`. Lost groups
+    are
+    rejected as `expired`. Exit code 1 if it is stopped or diverged again.
     """
 
     async def run() -> ModelView:

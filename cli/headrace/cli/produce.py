@@ -96,12 +96,12 @@ def _told_of_end(settings: Settings, job_id: str, seconds: float) -> bool:
             return False
         case _:
             why = f": {document.waiting_for}" if document.waiting_for else ""
-            typer.echo(f"the job is {document.state} after {seconds:g} s{why}; `headrace jobs show {job_id}` says how it stands", err=True)
+            typer.echo(f"the job is {document.state} after {seconds:g} s{why}; `headrace jobs show {job_id}` shows its state", err=True)
             return True
 
 
 def _sft_config(*, sft: bool, **options: float | None) -> SftConfig | None:
-    """The job's options as given; what is not given stays at its default."""
+    """The job's options; the others keep their defaults."""
     given = {name: value for name, value in options.items() if value is not None}
     if not sft:
         if given:

@@ -74,8 +74,9 @@ def _type_name(annotation: Any) -> str:  # noqa: ANN401 - any annotation
         return _type_name(inner[0])
     if origin is not None:
         return f"{origin.__name__} of {', '.join(_type_name(each) for each in inner if each is not Ellipsis)}"
+    name = str(annotation.__name__)
     return {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "SecretStr": "secret", "Path": "path"}.get(
-        annotation.__name__, annotation.__name__
+        name, name
     )
 
 

@@ -78,7 +78,7 @@ class Output:
             self._plain[record.step] = step.equal
         name = f"step {record.step:>{self._width}}"
         if rerun is None:
-            self._say(f"{name}  {record.cut}: it trained nothing; what follows begins anew from its snapshot")
+            self._say(f"{name}  {record.cut}: it trained nothing; the next steps start from its snapshot")
             return
         if step.forked:
             without = "" if rerun.result.updates else "  nothing left to train on"
@@ -108,7 +108,7 @@ class Output:
             self._fork(outcome, table)
         if outcome.published is not None:
             model = outcome.published
-            self._say(f"model {model.name} ({model.model_id}) is asked for: a worker of group {model.worker_group} makes it")
+            self._say(f"model {model.name} ({model.model_id}) is requested: a worker of group {model.worker_group} creates it")
         elif self._question.publish is not None:
             self._say("nothing was published: the steps are not the ledger's")
         if self._question.keep is not None:
@@ -130,7 +130,7 @@ class Output:
         if self._question.exclude:
             self._say(f"without {', '.join(sorted(self._question.exclude))}")
         if outcome.distance is None:
-            self._say("the original's weights are gone: how far the fork is from them can't be told")
+            self._say("the original's weights no longer exist: the fork's distance from them is unknown")
             return
         total = outcome.distance.total
         if total.distance == 0:
@@ -236,7 +236,7 @@ def replay(  # noqa: PLR0917 - typer passes them by name
     ranks: Annotated[int | None, typer.Option(min=1, max=1024, help="World size; the ledger's unless given.")] = None,
     publish_to: Annotated[str | None, typer.Option(metavar="NAME", help="Go on with the outcome as a new model of the project.")] = None,
     to: Annotated[Path | None, typer.Option(help="New folder for the weights after the last step.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on the standard output, progress beside it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output, progress on standard error.")] = False,
 ) -> None:
     """Run steps again. Exit code 0 only if all are equal to the ledger; a fork's need not be."""
     if context.invoked_subcommand is not None:

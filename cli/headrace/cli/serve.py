@@ -46,7 +46,7 @@ def worker(
 
 
 def _with(settings: Settings, **given: int | None) -> Settings:
-    """The settings with what the command line says over them, checked anew."""
+    """The settings with the command line's values, validated again."""
     changes = {name: value for name, value in given.items() if value is not None}
     if not changes:
         return settings
@@ -70,7 +70,7 @@ def engine(  # noqa: PLR0917 - typer passes them by name
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; torch's own choice.")] = None,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(case_sensitive=False)] = "info",
 ) -> None:
-    """Serve every model of a base model to OpenAI clients, each version under the name MODEL_ID@VERSION; follow what is published."""
+    """Serve every model of a base model to OpenAI clients, each version under the name MODEL_ID@VERSION; follow published versions."""
     from headrace.core.kafka import require_bootstrap  # noqa: PLC0415 - heavy
     from headrace.core.settings import Settings  # noqa: PLC0415
     from headrace.engine.options import EngineOptions, base_model_entry, listen  # noqa: PLC0415
@@ -89,7 +89,7 @@ def engine(  # noqa: PLR0917 - typer passes them by name
         device=device,
         threads=threads,
     )
-    # What is wrong is said before torch is loaded.
+    # Errors in the settings are reported before torch is loaded.
     require_bootstrap(settings)
     base_model_entry(settings, base_model)
     with listen(host, port) as listener:
@@ -128,5 +128,5 @@ def gateway(
     where = listener.getsockname()
     address = f"http://{f'[{where[0]}]' if ':' in where[0] else where[0]}:{where[1]}"
     if not settings.gateway.tokens_file and not settings.gateway.tokens:
-        typer.echo("no token is configured: everybody on this machine may call, and nobody else can", err=True)
+        typer.echo("no token is configured: every process on this machine may call, and no other machine can", err=True)
     asyncio.run(serve(settings, listener, ready=lambda: typer.echo(address)))

@@ -29,7 +29,7 @@ def create(
 
 @app.command("list")
 def list_(file: _File = None) -> None:
-    """Show what is kept: ids, accounts, owners, projects."""
+    """List tokens: ids, accounts, owners, projects."""
     for token in list_tokens(_file(Settings(), file)):
         projects = ",".join(token.projects) or "all projects"
         typer.echo(f"{token.id}  {token.account}  {token.owner}  {projects}  {token.created_at:%Y-%m-%d %H:%M}")

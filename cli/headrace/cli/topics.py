@@ -26,7 +26,7 @@ def apply(as_json: AsJson = False) -> None:
 
 @app.command()
 def show(as_json: AsJson = False) -> None:
-    """Show the topics beside what they should be. Exit code 1 if one is missing or differs."""
+    """Compare the topics with the settings. Exit code 1 if one is missing or differs."""
     reports = asyncio.run(topic_admin.show(Settings()))
     _print(reports, {}, as_json)
     if any(report.state != "equal" for report in reports):

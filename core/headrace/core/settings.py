@@ -205,7 +205,9 @@ class BaseModelEntry(_Section):
 class Settings(BaseSettings):
     """All settings. `HEADRACE_KAFKA__BOOTSTRAP_SERVERS=host:9092` sets `kafka.bootstrap_servers`."""
 
-    model_config = SettingsConfigDict(env_prefix="HEADRACE_", env_nested_delimiter="__", extra="ignore", frozen=True, use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(
+        env_prefix="HEADRACE_", env_nested_delimiter="__", extra="ignore", frozen=True, use_attribute_docstrings=True
+    )
 
     kafka: KafkaSettings = KafkaSettings()
     topics: TopicSettings = TopicSettings()

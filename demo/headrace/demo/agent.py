@@ -1,7 +1,7 @@
 """One agent process of the demo: `python -m headrace.demo.agent '{…}'`.
 
-It samples with an engine of its own, sends its groups to Kafka, and follows the weights that the trainer publishes. It knows nothing of
-the worker but the topics and the object store. Guarantees: never more groups under way than the lag allows; a slot whose group was
+It samples with an engine of its own, sends its groups to Kafka, and follows the weights that the trainer publishes. It shares only the
+topics and the object store with the worker. Guarantees: never more groups under way than the lag allows; a slot whose group was
 refused is given back. Ends by SIGTERM.
 """
 
@@ -19,7 +19,7 @@ from headrace.core.lanes import lane_of
 from headrace.core.reading import follow
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import lane_count
-from headrace.demo.agent_config import AgentConfig
+from headrace.demo.options import AgentConfig
 from headrace.demo.tasks import ArithmeticTask, VaultTask
 from headrace.producers import PaceGate, TrajectoryProducer
 from headrace.schemas import topics

@@ -1,7 +1,7 @@
 """The task for a real pretrained model: sums of small numbers, asked in its own chat template.
 
 The reward is 1 if the answer is the sum and nothing else, otherwise 0. Guarantees: a question is a pure function of its random
-generator. Gives up: answers in words.
+generator. Limitations: answers in words are wrong.
 """
 
 import random

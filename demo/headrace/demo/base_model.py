@@ -1,12 +1,17 @@
 """The demo's base model: a Qwen3 of 100 thousand parameters that speaks the vault's language and hardly knows the task.
 
 It is trained for 300 batches of 64 on transcripts of the right form without aim: the key and the secret are copied rightly one
-time in five, otherwise they are any. So it stands where an instruct model stands before reinforcement learning: fluent, and
+time in five, otherwise they are any. So it is like an instruct model before reinforcement learning: fluent, and
 right 7 to 20 % of the time. (From random weights with credit for form alone, the call's words are reinforced everywhere and the
 answer is never explored; and with transformers' default `initializer_range` of 0.02 a model this narrow never learns to copy.)
 
 Guarantees: an ordinary Hugging Face causal LM folder, the same bits for the same seed on the same machine.
 Shapes: B transcripts, T tokens.
+
+Its tokenizer is an ordinary Hugging Face tokenizer of 32 whole words with a chat template. Rendering a conversation and encoding it gives
+one
+token a word, and a well-formed turn renders to exactly the tokens that a sampler draws for it (`vault amber <|end|>`), so that each turn's
+prompt is a prefix of the next. A word outside the vocabulary is `<|unk|>`.
 """
 
 import random
@@ -14,7 +19,42 @@ import sys
 from pathlib import Path
 
 from headrace.demo.vault import ANSWER, CALL, END, KEYS, QUESTION, SECRETS
-from headrace.demo.vocabulary import ASSISTANT, IDS, PAD, TOOL, USER, WORDS, save_tokenizer
+
+PAD, UNKNOWN, USER, ASSISTANT, TOOL = "<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|tool|>"
+SPECIAL = (PAD, UNKNOWN, USER, ASSISTANT, TOOL, END)
+WORDS = (*SPECIAL, *QUESTION, CALL, ANSWER, *KEYS, *SECRETS)
+IDS = {word: i for i, word in enumerate(WORDS)}
+
+# A tool call is rendered as the call's word and its key; every turn ends with the end marker, which is also the stop token.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|' + message.role + '|> ' -}}
+{%- if message.content -%}{{ message.content + ' ' -}}{%- endif -%}
+{%- for call in message.tool_calls or [] -%}{{ call.function.name + ' ' + call.function.arguments.key + ' ' -}}{%- endfor -%}
+{{ '<|end|> ' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write `tokenizer.json`, `tokenizer_config.json` and the chat template into the folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - the command line must start without them
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    tokenizer = Tokenizer(models.WordLevel(IDS, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers' constructor has no types
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT, TOOL],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
 
 BATCHES = 300
 BATCH_SIZE = 64
@@ -34,7 +74,7 @@ def aimless_transcript(rng: random.Random) -> list[str]:
 
 
 def assistant_mask(words: list[str]) -> list[bool]:
-    """Which words the assistant says, its end markers included: the only ones with a loss, the rest can't be foreseen."""
+    """Which words the assistant says, its end markers included: the only ones with a loss, the rest cannot be predicted."""
     mask, speaker = [], ""
     for word in words:
         mask.append(speaker == ASSISTANT)

@@ -1,6 +1,6 @@
 """The terminal of a run: a live table where there is a terminal, else one plain line every few steps.
 
-Gives up: history beyond the last rows; the figure has it all.
+Limitations: it shows the last rows; the figure shows every step.
 """
 
 import time

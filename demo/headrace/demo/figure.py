@@ -1,6 +1,6 @@
 """The figure of a run: reward, lag and KL over the steps, as a PNG.
 
-Gives up: interaction; matplotlib's Agg backend needs no display.
+Limitations: a picture only; matplotlib's Agg backend needs no display.
 """
 
 from collections.abc import Sequence

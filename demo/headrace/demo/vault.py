@@ -1,6 +1,6 @@
 """The demo's task: fetch a secret through a tool, in two turns.
 
-The user names a key. Only the tool knows the key's secret, and secrets are drawn anew in every episode, so nothing can be
+The user names a key. Only the tool knows the key's secret, and secrets are drawn again in every episode, so nothing can be
 learned by heart. Turn 1: call the tool with that key; the tool answers. Turn 2: say what the tool said. The reward is 1 if the
 final answer is the key's secret, else 0: no shaping, no partial credit.
 
@@ -9,7 +9,7 @@ final answer is the key's secret, else 0: no shaping, no partial credit.
     tool       heron
     assistant  answer heron
 
-Guarantees: an episode is a pure function of its random generator. Gives up: recovery; a call of the wrong form ends the episode.
+Guarantees: an episode is a pure function of its random generator. Limitations: no second chance; a call of the wrong form ends the episode.
 """
 
 import random
@@ -25,7 +25,7 @@ ANSWER = "answer"
 END = "<|end|>"
 """Marks the end of a turn; the stop token."""
 QUESTION = ("what", "is", "in", "?")
-"""The words of the user's sentence, the key stands before the last."""
+"""The words of the user's sentence, the key is before the last one."""
 
 TOOL = Tool(
     function=ToolFunction(
@@ -38,7 +38,7 @@ TOOL = Tool(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """One task: the key that is asked for, and the vault's content, which only the tool sees."""
+    """One task: the key in question, and the vault's content, which only the tool sees."""
 
     key: str
     secrets: Mapping[str, str]
