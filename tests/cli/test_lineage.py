@@ -57,7 +57,7 @@ def test_what_waits_and_what_was_only_sent_is_said_with_its_offset(cli: Headrace
         in cli("lineage", "solver", "--group", "waits").out
     )
     sent = cli("lineage", "solver", "--group", "late")
-    assert f"late stands at offset {recorded.offsets['late']}, for the stream, beyond what its owner has committed: it waits" in sent.out
+    assert f"late is at offset {recorded.offsets['late']}, for the stream, beyond what its owner has committed: it waits" in sent.out
     assert sent.code == 0
 
 

@@ -99,10 +99,10 @@ def test_a_step_is_shown_with_its_report(cli: Headrace, recorded: Recorded):
     assert said["plan"] == made.plan_digest
     assert f"g3     {recorded.offsets['g3']}" in out
     assert "0 1      -0.5 0.5" in out
-    refused = [line.split() for line in out.split("refused since the step before (5)")[1].splitlines() if line]
+    refused = [line.split() for line in out.split("rejected since the step before (5)")[1].splitlines() if line]
     assert refused[1][:5] == ["refused", "-", str(recorded.offsets["refused"]), "-", "stale"]
     assert refused[2][:5] == ["g3", "2", str(recorded.offsets["g3"]), "-", "too_long"]
-    assert " ".join(refused[3]) == "and 3 more, which stand in training-events"
+    assert " ".join(refused[3]) == "and 3 more, in the topic training-events"
     assert said["store"] == "0.0625"
     assert said["kept"] == "none kept (worker.report_rows)"
 

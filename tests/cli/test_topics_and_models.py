@@ -162,7 +162,7 @@ def test_a_diverged_model_shows_why_and_is_resumed(cli: Headrace, own: Own, kafk
     assert cli("models", "create", "m", "--base-model", "tiny").code == 0
     own(1, status="diverged", status_detail="step 3: the weights' digest differs")
     table = cli("models", "list").out
-    assert f"m is diverged: step 3: the weights' digest differs\n  To let it go on: headrace models resume {model_id}\n" in table
+    assert f"m is diverged: step 3: the weights' digest differs\n  To resume it: headrace models resume {model_id}\n" in table
     shown = cli("models", "show", "m").out
     assert "status: diverged\nstatus_detail: 'step 3: the weights'' digest differs'\n" in shown
     assert cli("models", "resume", "m").out == f"{model_id} resuming\n"
@@ -183,7 +183,7 @@ def test_a_model_that_waits_for_its_base_model_says_so_in_the_list_and_to_the_do
     assert cli("models", "create", "m", "--base-model", "tiny").code == 0
     own(1, waiting_for="its tokenizer can't be read", unknown_versions=("file:///store/weights/00000007-a",))
     listed = cli("models", "list").out
-    assert "m is waiting: its tokenizer can't be read\n  It goes on by itself when that is repaired.\n" in listed
+    assert "m is waiting: its tokenizer can't be read\n  It resumes by itself when that is repaired.\n" in listed
     assert "its ledger does not know (Kafka has lost their records):\n  file:///store/weights/00000007-a\n" in listed
     found = [finding for finding in cli("doctor", "--json").json if finding["name"] == "model m"]
     assert [(finding["state"], finding["detail"].partition(":")[0]) for finding in found] == [
