@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# A dead link or an unknown anchor is an error. The notice is the theme's advertisement of its successor.
+SITE   := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 PARTS  := schemas core producers trainer consumers engine gateway cli demo
 
-.PHONY: demo test test-fast chromium conformance chaos lint types bench docs docs-check constraints check clean
+.PHONY: demo test test-fast chromium conformance chaos lint types bench size docs docs-check constraints check clean
 .DEFAULT_GOAL := test
 
 # uv installs torch and its kin in a fifth of pip's time; pip brings uv itself. Compiled once (a minute): where PYTHONDONTWRITEBYTECODE is
@@ -49,6 +51,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check --no-cache .  # a cached "passed" once hid what a fresh clone failed on
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/docs/words.py
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -56,16 +59,24 @@ types: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-# What is generated from the code: JSON Schemas, the AsyncAPI and the OpenAPI document.
+# Files, lines and lines of code by part.
+size: $(STAMP)
+	$(BIN)/python benchmarks/size.py
+
+# What is generated from the code: JSON Schemas, the AsyncAPI and the OpenAPI document, the reference pages; and the site in build/site.
 docs: $(STAMP)
 	$(BIN)/headrace docs jsonschema --out schemas/json
 	$(BIN)/headrace docs asyncapi --out schemas/asyncapi.yaml
 	$(BIN)/headrace docs openapi --out schemas/openapi.json
+	$(BIN)/headrace docs reference --out docs/reference
+	$(SITE)
 
 docs-check: $(STAMP)
 	$(BIN)/headrace docs jsonschema --out schemas/json --check
 	$(BIN)/headrace docs asyncapi --out schemas/asyncapi.yaml --check
 	$(BIN)/headrace docs openapi --out schemas/openapi.json --check
+	$(BIN)/headrace docs reference --out docs/reference --check
+	$(SITE)
 
 # Exact versions for every supported Python and platform, from the ranges in pyproject.toml.
 constraints: $(STAMP)

@@ -7,5 +7,5 @@ headrace worker 2> worker.log &          # trains what arrives, until Ctrl-C
 headrace produce groups.jsonl --model my-agent --job   # one step on 16 groups; waits for it
 headrace steps my-agent                  # the ledger
 headrace inspect my-agent 1              # everything about step 1
-headrace replay --model my-agent --steps 1..1          # runs it again: equal, bit for bit
-headrace models export my-agent@1 exported --merge     # a Hugging Face folder
+headrace replay --model my-agent --steps 1..           # runs it again: equal, bit for bit
+headrace models export my-agent exported --merge       # a Hugging Face folder

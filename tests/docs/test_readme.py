@@ -1,84 +1,79 @@
-"""The README's examples are files, and run as they stand."""
+"""README and tutorial: every command works as it is written, and every link leads somewhere."""
 
-import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.consumers.conftest import tiny_model as tiny_model  # noqa: PLC0414 - a fixture, shared
-from tests.worker.conftest import following, learner
-from tests.worker.conftest import shared as shared  # noqa: PLC0414 - a fixture, shared
-from typer.testing import CliRunner
 
-from headrace.cli.app import app
-from headrace.core.settings import Settings
-from headrace.schemas.state import StepRecord
+from headrace.cli.app import command_names, load_command
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["producer", "subscriber"])
-def test_the_readme_quotes_the_snippet_files(name: str) -> None:
-    assert f"```python\n{(ROOT / 'docs' / 'snippets' / f'{name}.py').read_text()}```" in README
+def commands(page: str) -> list[str]:
+    """Lines of the page's bash blocks without their comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    return [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
-def test_the_readme_quotes_the_gateways_example() -> None:
-    """`tests/gateway/test_training_jobs_e2e.py` runs it."""
-    assert f"```bash\n{(ROOT / 'docs' / 'snippets' / 'training-job.sh').read_text()}```" in README
+def test_the_readme_is_short_and_quotes_the_quick_start() -> None:
+    assert len(README.splitlines()) <= 120
+    assert (ROOT / "docs" / "snippets" / "quick-start.sh").read_text() in README
 
 
-def test_every_command_of_the_readme_exists() -> None:
-    commands = set(re.findall(r"\.venv/bin/headrace ([a-z]+)(?: ([a-z]+))?", README))
-    assert len(commands) >= 6
-    for command, sub in commands:
-        words = [command, sub] if command in {"topics", "models", "config", "docs"} else [command]
-        assert CliRunner().invoke(app, [*words, "--help"]).exit_code == 0, words
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_every_file_that_a_page_links_is_there(page: str) -> None:
+    for link in re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text()):
+        assert link.startswith("http") or (ROOT / link).exists(), link
 
 
-def test_every_file_that_the_readme_links_is_there() -> None:
-    for link in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / link).exists(), link
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_every_command_that_a_page_shows_exists_with_its_options(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
+    for line in re.findall(r"^(?:\.venv/bin/)?headrace (.+)$", text, re.MULTILINE):
+        words = line.partition(" #")[0].partition(" | ")[0].split()
+        assert words[0] in command_names(), line
+        command = load_command(words.pop(0))
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, line
 
 
-async def test_the_producer_example_trains_a_model_and_the_subscriber_example_says_so(shared: Settings) -> None:
-    model = await learner(shared, "readme", groups_per_step=1)
-    environment = os.environ | {
-        "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": str(shared.kafka.bootstrap_servers),
-        "HEADRACE_TOPICS": shared.topics.model_dump_json(),
-        "HEADRACE_STORE": shared.store.model_dump_json(),
-        "PYTHONUNBUFFERED": "1",
-    }
-    snippets = ROOT / "docs" / "snippets"
-    subscriber = await asyncio.create_subprocess_exec(
-        sys.executable, snippets / "subscriber.py", env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_the_tutorial_runs_as_it_is_written_and_holds_the_quick_start(tmp_path: Path) -> None:
+    """From an empty folder to a served, replayed and exported model, with Kafka and S3 of its own."""
+    lines = commands(TUTORIAL)
+    missing = [line for line in commands(README.split("## Connect")[0]) if line not in lines]
+    assert missing == []
+    script = "\n".join(line for line in lines if not line.startswith("source ")).replace("8100", "0")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
+    ran = subprocess.Popen(
+        ["bash", "-m", "-e", "-o", "pipefail", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
-    assert subscriber.stdout is not None
     try:
-        async with following(shared, model.model_id) as seen, asyncio.timeout(120):
-            # A subscriber without a group starts from now on: groups are sent until it has told of one.
-            told = asyncio.ensure_future(_line_with(subscriber.stdout, model.model_id))
-            sent = 0
-            while not told.done():
-                producer = await asyncio.create_subprocess_exec(
-                    sys.executable, snippets / "producer.py", model.model_id, env=environment, stdout=subprocess.PIPE
-                )
-                output, _ = await producer.communicate()
-                assert b"offset=" in output
-                sent += 1
-                await seen.until(StepRecord, sent)
-                await asyncio.wait({told}, timeout=1.0)
-            assert "loss" in await told
+        output, _ = ran.communicate(timeout=400)
     finally:
-        subscriber.kill()
-        await subscriber.wait()
-
-
-async def _line_with(stream: asyncio.StreamReader, text: str) -> str:
-    async for line in stream:
-        if text in line.decode():
-            return line.decode()
-    raise AssertionError("the subscriber ended")
+        for log in sorted((tmp_path / "first").glob("*.log")):
+            sys.stdout.write(f"--- {log.name}\n{log.read_text()[-3000:]}\n")
+        if ran.poll() is None:
+            os.killpg(ran.pid, signal.SIGKILL)
+    assert ran.returncode == 0, output
+    assert '"policy_version":1' in output.replace(" ", "")
+    assert "equal to the ledger, bit for bit" in output
+    assert (tmp_path / "first" / "exported" / "model.safetensors").is_file()
+    assert not (tmp_path / "first" / "exported" / "adapter_model.safetensors").exists()

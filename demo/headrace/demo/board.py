@@ -54,6 +54,8 @@ class Board:
     def show(self) -> None:
         """A step, a refusal or a group came in."""
         if self._live is not None:
+            if not self._history.steps:
+                self.phase(f"Waiting for the first step: {self._history.arrived} groups have arrived")
             self._live.update(self._table())
         elif (done := len(self._history.steps)) > self._lines and (done % LINE_EVERY == 0 or done in {1, self._history.wanted}):
             self._lines = done

@@ -24,7 +24,7 @@ from headrace.schemas.errors import CodecError
 from headrace.schemas.events import GroupRejected, StepCompleted
 
 ENDS = 10
-"""Steps at each end whose mean reward is reported."""
+"""Steps at each end whose mean reward is reported; a third of a short run."""
 
 
 class Summary(Record):
@@ -86,10 +86,11 @@ class History:
     def summary(self, seconds: float) -> Summary:
         """The numbers of the run; `seconds` is its wall time, start-up included."""
         rewards = [reward(step) for step in self.steps]
+        ends = max(1, min(ENDS, len(rewards) // 3))
         return Summary(
             steps=len(self.steps),
-            reward_first=round(fmean(rewards[:ENDS]), 4),
-            reward_last=round(fmean(rewards[-ENDS:]), 4),
+            reward_first=round(fmean(rewards[:ends]), 4),
+            reward_last=round(fmean(rewards[-ends:]), 4),
             policy_version=self.steps[-1].policy_version,
             groups=sum(step.groups for step in self.steps),
             rejected=self.rejected,

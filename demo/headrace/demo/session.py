@@ -188,6 +188,11 @@ class Session:
             highlight=False,
             soft_wrap=True,
         )
+        if summary.reward_last <= summary.reward_first:
+            steps = max(40, 2 * summary.steps)
+            minutes = summary.seconds / summary.steps * steps / 60
+            why = f"The reward has not risen: {summary.steps} steps are few, and rewards of single steps vary"
+            self._console.print(f"{why}. Try --steps {steps}, about {minutes:.0f} minutes at this speed", highlight=False, soft_wrap=True)
         self._console.print(f"Figure: {figure}", highlight=False, soft_wrap=True)
         return Result(summary=summary, figure=figure)
 
