@@ -63,6 +63,23 @@ def test_wrong_settings_and_a_missing_file_are_one_error_each(headrace: Headrace
     assert missing.err.startswith("error: HEADRACE_CONFIG names 'nowhere.yaml'")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("topics: {partitions: 5", "is no readable YAML"), ("- a\n- b\n", "must hold sections"), ("topics: {sizes: 1}", "sizes")],
+)
+def test_a_malformed_file_is_one_error_that_names_it(headrace: Headrace, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "wrong.yaml").write_text(text)
+    ran = headrace("config", "show", HEADRACE_CONFIG="wrong.yaml")
+    assert ran.code == 1
+    assert said in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_without_a_name_the_file_in_the_working_directory_is_read(headrace: Headrace, tmp_path: Path) -> None:
+    (tmp_path / "headrace.yaml").write_text("worker: {group: here}\n")
+    assert headrace("config", "show", "--json").json["worker.group"] == {"value": "here", "source": "file"}
+
+
 def test_a_bare_machine_is_told_what_to_do(headrace: Headrace) -> None:
     ran = headrace("doctor", "--json")
     assert ran.code == 1

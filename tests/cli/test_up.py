@@ -47,12 +47,18 @@ def test_it_prints_what_to_export_and_stops_in_order_on_a_signal(number: int, tm
     with up(data_dir=tmp_path) as process:
         servers = exported(process, 1)["HEADRACE_KAFKA__BOOTSTRAP_SERVERS"]
         assert answers(servers)
+        told = subprocess.run([HEADRACE, "env", "--wait", "--data-dir", str(tmp_path)], capture_output=True, text=True, check=True)
+        assert told.stdout == f"export HEADRACE_KAFKA__BOOTSTRAP_SERVERS={servers}\n"
+        assert (tmp_path / "env").stat().st_mode & 0o777 == 0o600
         os.killpg(process.pid, number)  # as a terminal does: the whole group
         out, err = process.communicate(timeout=20)
         assert process.returncode == 0
         assert out == ""
         assert err.endswith("Stopped.\n")
         assert not answers(servers)
+        ended = subprocess.run([HEADRACE, "env", "--data-dir", str(tmp_path)], capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert "no `headrace up` is ready" in ended.stderr
     assert "shut down completed" in (tmp_path / "kafka" / "server.log").read_text()
 
 

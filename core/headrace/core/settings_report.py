@@ -3,12 +3,11 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from headrace.core.settings import Settings
+from headrace.core.settings import Settings, settings_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,5 +51,5 @@ def _source(path: tuple[str, ...], variables: set[str], in_file: Any) -> Literal
 
 
 def _file_content(environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - YAML
-    config = environment.get("HEADRACE_CONFIG")
-    return yaml.safe_load(Path(config).read_text(encoding="utf-8")) if config else None
+    file = settings_file(environment)
+    return None if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))
