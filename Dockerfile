@@ -11,8 +11,6 @@ ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim AS build
 ENV UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1
-# For hosted_scan.c; without it, the hosted APIs' JSON is read by numpy.
-RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/headrace
 WORKDIR /src
 COPY pyproject.toml constraints.txt ./
@@ -20,7 +18,7 @@ RUN pip install --no-cache-dir --disable-pip-version-check -c constraints.txt uv
 # What it depends on comes first: this layer is made anew when the versions change, not with every line of code.
 RUN uv pip install --no-cache --python /opt/headrace/bin/python -c constraints.txt -r pyproject.toml \
     --extra trainer --extra consumers --extra engine --extra gateway
-COPY hatch_build.py README.md LICENSE ./
+COPY README.md LICENSE ./
 COPY schemas schemas
 COPY core core
 COPY producers producers

@@ -11,8 +11,8 @@ PARTS  := schemas core producers trainer consumers engine gateway cli demo
 .DEFAULT_GOAL := test
 
 # uv installs torch and its kin in a fifth of pip's time; pip brings uv itself. Compiled once (a minute): where PYTHONDONTWRITEBYTECODE is
-# set, as in many containers, every process of every test compiled torch and transformers anew, 12 s each.
-$(STAMP): pyproject.toml constraints.txt hatch_build.py core/headrace/core/hosted_scan.c
+# set, as in many containers, every process of every test compiled torch and transformers again, 12 s each.
+$(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "Headrace needs Python 3.11 to 3.13; $(PYTHON) is `$(PYTHON) -V 2>&1`. Name another: make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,7 +20,6 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py core/headrace/core/hoste
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --compile-bytecode -e '.[all]'
 	@$(BIN)/python -m compileall -q $(PARTS)
-	@$(BIN)/python -m headrace.core.hosted_scan_build >/dev/null || true  # uv leaves out a build whose pyproject.toml it has seen
 	@touch $@
 
 demo: $(STAMP)

@@ -1,17 +1,20 @@
-"""A group in the hosted APIs' JSON, read by columns instead of one object a token.
+"""A group in the hosted APIs' JSON, whose token entries (one object a token) are decoded by type instead of as dicts.
 
-Lists of token entries are taken out of the body as columns, by `hosted_scan.py`, or by `hosted_columns.py` where nothing was compiled; a
-mark stands in the place of each, and what remains of the group is small JSON that is read as always.
+Each list of entries is cut out, decoded by msgspec into arrays, and replaced by a mark. What is left of the group is small JSON, which is
+read like any other. A mark that is not where a choice has its entries makes the whole attempt void.
 
-Guarantees: the group that `decode_group` gives, or None, where anything is not just so (text tokens, other keys, alternatives, what is no
-JSON): then `decode_group` reads it, and says what is wrong. Gives up: nothing.
+Guarantees: the group that `decode_group` gives, or None if a list has anything but token ids with log-probabilities (text tokens, other
+keys, alternatives, invalid JSON). Then `decode_group` reads the group, or says what is wrong with it.
 """
 
+import re
 import uuid
 from typing import Any
 
-from headrace.core.hosted_columns import find_columns, need
-from headrace.core.hosted_scan import Columns, Turn, scan
+import msgspec
+import numpy as np
+import orjson
+
 from headrace.schemas.codec import SampledGroup
 from headrace.schemas.parsing import load_json, validate
 from headrace.schemas.surrogates import holds_stand_in
@@ -19,54 +22,93 @@ from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.schemas.turns import SampledTokens, carried, lift, raw_choices
 
 _MARK = uuid.uuid4().hex
-"""Stands for a list of entries that was taken out; no sender can know it."""
+"""Replaces a list of entries; no sender can know it."""
+_PREFIX = "token_id:"
+
+
+_START = re.compile(rb'"content":\s*(?=\[\s*\{\s*")')
+_END = re.compile(rb"\}\s*\]")
+
+
+class _Entry(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    token: str
+    logprob: float | None = None
+    bytes: msgspec.Raw = msgspec.Raw()
+    """Not read: the id says what the token is."""
+    top_logprobs: tuple[()] | None = None
+
+
+_entries = msgspec.json.Decoder(list[_Entry])
+
+
+class _NotTypedError(Exception):
+    """The group has something that only `decode_group` reads."""
 
 
 def decode_hosted(body: bytes | memoryview) -> SampledGroup | None:
     """Read a group in the hosted APIs' JSON; None where `decode_group` has to."""
     try:
-        columns = scan(body)
-        return _decode(body, find_columns(body) if columns is None else columns)
+        return _decode(memoryview(body))
     except Exception:  # noqa: BLE001 - whatever it is, `decode_group` meets it too, and says so
         return None
 
 
-def _decode(body: bytes | memoryview, columns: Columns) -> SampledGroup:
-    need(columns.turns)
-    view = memoryview(body)
+def _decode(body: memoryview) -> SampledGroup:
+    lists: list[memoryview] = []
     pieces: list[bytes | memoryview] = []
     at = 0
-    for i, turn in enumerate(columns.turns):
-        pieces += [view[at : turn.start], f'"{_MARK}",{i}'.encode()]
-        at = turn.end
-    text = b"".join([*pieces, view[at:]])
-    need(not holds_stand_in(text))
-    raw = load_json(text)
-    need(not any(trajectory.get("exchanges") for trajectory in raw["trajectories"]))  # entries of exchanges are no choice's yet
+    while (found := _START.search(body, at)) is not None:
+        end = _END.search(body, found.end())
+        _need(end is not None)
+        stop = body.nbytes if end is None else end.end()
+        pieces += [body[at : found.end()], f'["{_MARK}",{len(lists)}]'.encode()]
+        lists.append(body[found.end() : stop])
+        at = stop
+    _need(lists)
+    text = b"".join([*pieces, body[at:]])
+    _need(not holds_stand_in(text))
+    group = load_json(text)
+    _need(not any(trajectory.get("exchanges") for trajectory in group["trajectories"]))  # their entries belong to no choice yet
     turns: list[SampledTokens | None] = []
     taken = 0
-    for choice, path in raw_choices(raw):
-        if _is_mark(choice, taken):
-            turns.append(_take(choice, columns, columns.turns[taken]))
+    for choice, path in raw_choices(group):
+        logprobs = choice.get("logprobs")
+        if isinstance(logprobs, dict) and logprobs.get("content") == [_MARK, taken]:
+            turns.append(_take(choice, lists[taken]))
             taken += 1
         else:
             turns.append(lift(choice, path))
-    need(taken == len(columns.turns))
-    return SampledGroup(group=validate(TrajectoryGroup, raw), turns=tuple(turns))
+    _need(taken == len(lists))
+    return SampledGroup(group=validate(TrajectoryGroup, group), turns=tuple(turns))
 
 
-def _is_mark(choice: dict[str, Any], number: int) -> bool:
-    logprobs = choice.get("logprobs")
-    return isinstance(logprobs, dict) and logprobs.get("content") == [_MARK, number]
-
-
-def _take(choice: dict[str, Any], columns: Columns, turn: Turn) -> SampledTokens:
+def _take(choice: dict[str, Any], raw: memoryview) -> SampledTokens:
     """As `lift` leaves the choice and answers."""
-    said = choice["logprobs"]
-    del said["content"]
-    need(not said.get("refusal") and carried(choice) is None and choice.get("token_span") is None)
+    logprobs = choice["logprobs"]
+    del logprobs["content"]
+    _need(not logprobs.get("refusal") and carried(choice) is None and choice.get("token_span") is None)
     for key in ("token_ids", "token_logprobs", "policy_versions", "token_span"):
         choice.pop(key, None)
-    choice["logprobs"] = {key: value for key, value in said.items() if value is not None} or None
-    token_ids, logprobs = columns.token_ids[turn.entries], columns.logprobs[turn.entries]
-    return SampledTokens(token_ids=token_ids.data, logprobs=logprobs.data.cast("B").cast("f"))
+    choice["logprobs"] = {key: value for key, value in logprobs.items() if value is not None} or None
+    entries = _entries.decode(raw)
+    token_ids = _token_ids([entry.token for entry in entries])
+    values = np.array([entry.logprob for entry in entries], np.float64)
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    _need(np.isfinite(narrow).sum() == np.isfinite(values).sum() and not np.isinf(values).any())
+    return SampledTokens(token_ids=token_ids.data, logprobs=narrow.data.cast("B").cast("f"))
+
+
+def _token_ids(tokens: list[str]) -> Any:  # noqa: ANN401 - int32[N]
+    """The ids of tokens that all have the exact form `token_id:<n>`."""
+    text = "\n".join(tokens)
+    listed = text.removeprefix(_PREFIX).replace("\n" + _PREFIX, ",")
+    _need(text.startswith(_PREFIX) and listed.isascii() and listed.replace(",", "").isdigit())
+    ids = orjson.loads(f"[{listed}]")  # refuses leading zeros
+    _need(len(ids) == len(tokens) and max(ids) <= np.iinfo(np.int32).max)
+    return np.array(ids, np.int32)
+
+
+def _need(condition: object) -> None:
+    if not condition:
+        raise _NotTypedError
