@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from benchmarks.groups import group
 from benchmarks.measuring import Comparison, Rates
 
 from headrace.core.local import LocalBroker
+from headrace.core.models import create_model
 from headrace.core.settings import KafkaSettings, ProducerSettings, Settings
+from headrace.core.topic_admin import apply
 from headrace.producers import TrajectoryProducer
 from headrace.producers.link import BATCH_BYTES
 from headrace.schemas.codec import SampledGroup, encode_safetensors
+from headrace.schemas.training import ModelSettings
 
-TARGET = 0.8
+TARGET = 0.7
 GROUPS = 300
 MODEL = "bench"
 
@@ -80,10 +82,9 @@ async def _compare(bootstrap_servers: str, compression: str, rounds: int) -> Com
 
 
 async def _all(bootstrap_servers: str, rounds: int) -> list[Comparison]:
-    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
-    await admin.start()
-    await admin.create_topics([NewTopic(Settings().topic_names.trajectory_groups, 4, 1)])
-    await admin.close()
+    settings = Settings(kafka=KafkaSettings(bootstrap_servers=bootstrap_servers))
+    await apply(settings)
+    await create_model(settings, project="bench", name=MODEL, model=ModelSettings(base_model="none"))
     return [await _compare(bootstrap_servers, compression, rounds) for compression in ("zstd", "none")]
 
 
