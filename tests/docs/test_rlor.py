@@ -5,8 +5,8 @@ from pathlib import Path
 
 from pydantic.alias_generators import to_camel
 
+from headrace.gateway.rlor.job_actions import router as verbs
 from headrace.gateway.rlor.job_fields import WITHOUT_EFFECT, JobFields, TrainingConfig
-from headrace.gateway.rlor.job_verbs import router as verbs
 from headrace.gateway.rlor.jobs import router as jobs
 from headrace.schemas.jobs import JobState
 

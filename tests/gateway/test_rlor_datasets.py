@@ -13,8 +13,7 @@ from headrace.core.store import ObjectNotFoundError, open_store
 from headrace.core.store.keys import STORE_FILE
 from headrace.core.topic_admin import apply
 from headrace.gateway.log_view import LogView
-from headrace.gateway.rlor.dataset_facts import find_dataset
-from headrace.gateway.rlor.dataset_files import lines_of
+from headrace.gateway.rlor.dataset_files import find_dataset, read_lines
 from headrace.gateway.tokens import create_token
 
 DATASETS = "/v1/accounts/default/datasets"
@@ -153,10 +152,10 @@ async def test_lines_are_those_that_were_uploaded_file_by_file(settings: Setting
         async with LogView(settings) as view:
             found = find_dataset(view.tables, "default", "d")
         store = open_store(settings.store.url, settings.s3)
-        assert list(lines_of(store, found.files)) == [rl_line(1, 1), rl_line(0, 1), rl_line(1, 0)]
+        assert list(read_lines(store, found.files)) == [rl_line(1, 1), rl_line(0, 1), rl_line(1, 0)]
         await client.delete(f"{DATASETS}/d")
         with pytest.raises(ObjectNotFoundError):
-            list(lines_of(store, found.files))
+            list(read_lines(store, found.files))
 
 
 async def test_an_upload_that_breaks_off_leaves_nothing(gateway: httpx.AsyncClient, tmp_path: Path):

@@ -11,7 +11,7 @@ from tests.gateway.rlor_calls import ACCOUNT, JOBS, create, dataset, keep_alive
 from headrace.core.settings import Settings
 from headrace.gateway.gate import Gate
 from headrace.gateway.log_writer import sealed
-from headrace.gateway.rlor.names import rlor_model_id
+from headrace.gateway.rlor.resources import rlor_model_id
 from headrace.schemas.deployments import DeployedModel, DeploymentFact, HotLoad, deployment_key
 from headrace.schemas.jobs import JobState
 from headrace.schemas.rlor import RlorJob, rlor_job_key

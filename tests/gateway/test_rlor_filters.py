@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.gateway.rlor.field_paths import UnknownFieldError, path_of
+from headrace.gateway.rlor.field_paths import UnknownFieldError, field_path
 from headrace.gateway.rlor.filters import FilterError, parse_filter
-from headrace.gateway.rlor.shown_job import RlorTrainerJob
+from headrace.gateway.rlor.job_status import RlorTrainerJob
 
 JOB: dict[str, Any] = {
     "name": "accounts/a/rlorTrainerJobs/one",
@@ -26,7 +26,7 @@ JOB: dict[str, Any] = {
 
 
 def holds(expression: str, job: dict[str, Any] = JOB) -> bool:
-    return parse_filter(expression, lambda text: path_of(RlorTrainerJob, text))(job)
+    return parse_filter(expression, lambda text: field_path(RlorTrainerJob, text))(job)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_any_text_in_quotes_equals_itself(text: str):
 
 
 def test_a_path_may_be_written_in_both_cases_and_no_other_field_is_taken():
-    assert path_of(RlorTrainerJob, "aws_s3_config.iam_role_arn") == path_of(RlorTrainerJob, "awsS3Config.iamRoleArn")
+    assert field_path(RlorTrainerJob, "aws_s3_config.iam_role_arn") == field_path(RlorTrainerJob, "awsS3Config.iamRoleArn")
     for wrong in ("", ".", "name.", "trainingConfig..loraRank", "__class__"):
         with pytest.raises(UnknownFieldError):
-            path_of(RlorTrainerJob, wrong)
+            field_path(RlorTrainerJob, wrong)

@@ -21,8 +21,8 @@ from headrace.core.store import open_store
 from headrace.core.topic_admin import apply
 from headrace.gateway.gate import Gate
 from headrace.gateway.log_view import LogView
-from headrace.gateway.rlor.job_state import standing
-from headrace.gateway.rlor.names import rlor_model_id
+from headrace.gateway.rlor.job_status import job_status
+from headrace.gateway.rlor.resources import rlor_model_id
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.codec import decode_group
 from headrace.schemas.commands import COMMANDS, CancelJob, Command, CreateModel, DeleteModel, ResumeModel
@@ -301,8 +301,8 @@ async def test_an_idle_job_expires_and_can_be_resumed(gateway: httpx.AsyncClient
         fact = tables.facts[rlor_job_key("default", "brief")]
         assert isinstance(fact, RlorJob)
         assert fact.resumed_at is not None
-        then = standing(tables, fact, keep_alive=True, inactivity=60, now=fact.resumed_at + timedelta(seconds=59))
-        later = standing(tables, fact, keep_alive=True, inactivity=60, now=fact.resumed_at + timedelta(seconds=61))
+        then = job_status(tables, fact, keep_alive=True, inactivity=60, now=fact.resumed_at + timedelta(seconds=59))
+        later = job_status(tables, fact, keep_alive=True, inactivity=60, now=fact.resumed_at + timedelta(seconds=61))
     assert (then.state, later.state) == ("RUNNING", "EXPIRED")
 
 

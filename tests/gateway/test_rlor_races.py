@@ -15,7 +15,7 @@ from tests.gateway.test_rlor_jobs import submitted
 
 from headrace.core.settings import Settings
 from headrace.gateway.log_writer import OvertakenError, Turn, sealed
-from headrace.gateway.rlor.names import rlor_model_id
+from headrace.gateway.rlor.resources import rlor_model_id
 from headrace.gateway.tokens import create_token
 from headrace.schemas.rlor_resources import ModelAlias, model_alias_key
 
@@ -163,7 +163,7 @@ async def test_a_file_that_comes_in_while_its_dataset_is_deleted_and_made_anew_i
     assert (await one.post(f"{ACCOUNT}/datasets", json=body)).status_code == 200
     between_look_and_write(one, monkeypatch, again)
     answer = await one.post(f"{place}:upload", files=files)
-    assert (answer.status_code, "made anew" in answer.text) == (404, True), answer.text
+    assert (answer.status_code, "created again" in answer.text) == (404, True), answer.text
     assert [(await http.get(place)).json()["state"] for http in gateways] == ["UPLOADING"] * 3
     # The other way round: what comes in while it is deleted goes as well.
     between_look_and_write(one, monkeypatch, lambda: other.post(f"{place}:upload", files=files))

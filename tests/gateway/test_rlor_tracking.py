@@ -21,7 +21,7 @@ from headrace.core.lanes import lane_of
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import apply
 from headrace.gateway.gate import Gate
-from headrace.gateway.rlor.names import rlor_model_id
+from headrace.gateway.rlor.resources import rlor_model_id
 from headrace.gateway.rlor.tracking import note_run, tracking
 from headrace.schemas.rlor import RlorJob, rlor_job_key
 

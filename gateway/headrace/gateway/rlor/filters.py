@@ -2,12 +2,13 @@
 
     state = "JOB_STATE_RUNNING" AND (training_config.lora_rank >= 8 OR keep_alive = true) AND NOT display_name = "old *"
 
-Comparisons `field op value` with = != < > <= >=, joined by AND, OR, NOT (or `-`) and parentheses. As AIP-160 has it, OR binds tighter than
-AND: `a AND b OR c` is `a AND (b OR c)`. Values are numbers, true, false, texts in quotes (`"…"`, `'…'`, with backslashes) or bare words; a
-`*` at either end of a text matches anything with = and !=. Times compare as times, durations as seconds, everything else as text.
+An expression is comparisons `field op value` with = != < > <= >=, joined by AND, OR, NOT (or `-`) and parentheses. As in AIP-160, OR binds
+tighter than AND: `a AND b OR c` is `a AND (b OR c)`. Values are numbers, true, false, quoted texts (`"…"`, `'…'`, with backslashes) or bare
+words. A `*` at either end of a text matches anything with = and !=. Times compare as times, durations as seconds, everything else as text.
 
-Guarantees: what is not understood is refused with its place, and a field that there is not with its name; nesting is bounded. A field
-that is not set matches != only. Gives up: words without a field, functions, `:`, and comparing lists.
+Guarantees: an invalid expression is rejected with the position of the fault. Length, nesting and the number of comparisons are bounded. A
+field that is not set matches != only.
+Limitations: no words without a field, functions or `:`, and no comparison of lists.
 """
 
 import re
