@@ -4,7 +4,7 @@ import httpx
 from tests.gateway.rlor_calls import JOBS, create, keep_alive
 
 
-async def test_lists_are_filtered_ordered_masked_and_cut_into_pages(gateway: httpx.AsyncClient):
+async def test_lists_are_filtered_ordered_masked_and_paged(gateway: httpx.AsyncClient):
     for n in range(5):
         await create(gateway, f"j{n}", keep_alive(displayName=f"number {9 - n}", nodeCount=1 + n % 2))
 

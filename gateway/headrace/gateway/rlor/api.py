@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from headrace.gateway.access import KnownCaller
-from headrace.gateway.rlor import checkpoints, datasets, deployed_models, deployments, hot_load, job_actions, jobs, models
+from headrace.gateway.rlor import checkpoints, datasets, deployed_models, deployments, hot_load, jobs, models
 from headrace.gateway.rlor.wire import Wire
 
 _accounts = APIRouter(prefix="/v1/accounts", tags=["RLOR: accounts"])
@@ -37,5 +37,5 @@ async def list_accounts(
 
 router = APIRouter()
 router.include_router(_accounts)
-for _part in (datasets, job_actions, jobs, checkpoints, models, deployments, deployed_models, hot_load):
+for _part in (datasets, jobs, checkpoints, models, deployments, deployed_models, hot_load):
     router.include_router(_part.router)

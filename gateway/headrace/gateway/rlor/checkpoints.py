@@ -17,7 +17,7 @@ from headrace.gateway.gate import OpenGate
 from headrace.gateway.log_writer import Turn
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.job_status import KIND, Job, find_job, lock_job
-from headrace.gateway.rlor.lists import page
+from headrace.gateway.rlor.lists import cut_page
 from headrace.gateway.rlor.resources import OwnAccount, resource_id, resource_name
 from headrace.gateway.rlor.steps import check_output_model
 from headrace.gateway.rlor.wire import ListPage, Timestamp, Wire, parse_as, read_object, request_body
@@ -84,9 +84,10 @@ async def list_checkpoints(
     tables = await gate.view.fresh()
     job = find_job(tables, account, job_id)
     history = _find_history(tables, job)
-    found = page([(str(step), step) for step in history.numbers], size=page_size, token=page_token, call=("checkpoints", account, job_id))
-    rows = [_checkpoint(job, entry) for step in found.rows if (entry := history.find(step)) is not None]
-    return CheckpointList(checkpoints=rows, next_page_token=found.next_page_token, total_size=found.total_size)
+    steps = [(str(step), step) for step in history.numbers]
+    shown, next_token = cut_page(steps, size=page_size, token=page_token, call=("checkpoints", account, job_id))
+    rows = [_checkpoint(job, entry) for step in shown if (entry := history.find(step)) is not None]
+    return CheckpointList(checkpoints=rows, next_page_token=next_token, total_size=len(steps))
 
 
 @router.post("/checkpoints/{checkpoint}:promote", openapi_extra=request_body(Promotion), response_model_exclude_none=True)

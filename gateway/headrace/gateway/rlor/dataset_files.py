@@ -65,11 +65,7 @@ class Dataset:
 
 
 def find_dataset(tables: Tables, account: str, dataset: str) -> Dataset:
-    """A dataset by its id.
-
-    Raises:
-        ProblemError: 404.
-    """
+    """A dataset by its id. Raises ProblemError (404)."""
     return with_files(tables, find_record(tables, dataset_key(account, dataset), DatasetFact, resource_name(account, "datasets", dataset)))
 
 
@@ -79,17 +75,7 @@ def with_files(tables: Tables, record: DatasetFact) -> Dataset:
 
 
 def ready_dataset(tables: Tables, account: str, name: str, field: str) -> Dataset:
-    """A dataset for a job.
-
-    Args:
-        tables: Current.
-        account: The caller's.
-        name: `accounts/<account>/datasets/<id>`, or the id.
-        field: The request's field with the name, for the message.
-
-    Raises:
-        ProblemError: 404: it does not exist; 400: it is not READY.
-    """
+    """A dataset for a job, by its name or id. Raises ProblemError (404: it does not exist; 400: it is not READY)."""
     found = find_dataset(tables, account, resource_id(account, "datasets", name, field))
     if found.record.state != "READY":
         why = found.record.fault or "its files are not uploaded yet: upload them, then call :validateUpload"
@@ -98,18 +84,7 @@ def ready_dataset(tables: Tables, account: str, name: str, field: str) -> Datase
 
 
 def store_file(store: ObjectStore, dataset: DatasetFact, name: str, spool: IO[bytes]) -> DatasetFile:
-    """Check a file of a dataset and store it.
-
-    Args:
-        store: Target.
-        dataset: The dataset of the file.
-        name: Of the file.
-        spool: The content, at its beginning.
-
-    Raises:
-        DatasetFaultError: it cannot be part of the dataset; nothing is stored.
-        StoreUnavailableError: the store.
-    """
+    """Check a file of a dataset and store it; `spool` is at its beginning. Raises DatasetFaultError (invalid; nothing is stored)."""
     digest = hashlib.sha256()
     format, examples, samples = _check(_read_chunks(spool, digest.update), dataset.format)  # noqa: A001 - the API's word
     size = spool.tell()
@@ -134,10 +109,8 @@ def store_file(store: ObjectStore, dataset: DatasetFact, name: str, spool: IO[by
 def read_lines(store: ObjectStore, files: Sequence[DatasetFile]) -> Iterator[bytes]:
     """The lines of files one after the other, without empty ones and without line ends.
 
-    Raises:
-        ObjectNotFoundError: the dataset was deleted.
-        DigestMismatchError: a file has changed. Raised at its end: use nothing before the iterator has ended.
-        StoreUnavailableError: the store.
+    Raises ObjectNotFoundError if the dataset was deleted, and DigestMismatchError if a file has changed. The latter comes at the end of a
+    file: use nothing before the iterator has ended.
     """
     for file in files:
         yield from _stored_lines(store, store.resolve(file.uri), file.sha256)
@@ -150,10 +123,9 @@ def delete_files(store: ObjectStore, files: Sequence[DatasetFile]) -> None:
 
 
 def parse_credentials(secret: str, own: S3Settings) -> S3Settings:
-    """Settings with a job's credentials: JSON with `aws_access_key_id` and `aws_secret_access_key`, as the hosted service stores them.
+    """Settings with a job's credentials: JSON with the two keys, as the hosted service stores them.
 
-    Raises:
-        ProblemError: 400; the message does not contain the secret.
+    Raises ProblemError (400; the message does not contain the secret).
     """
     try:
         found = orjson.loads(secret)
@@ -185,11 +157,7 @@ def check_external_url(url: str) -> None:
 
 
 def read_s3_lines(url: str, access: S3Settings) -> Iterator[bytes]:
-    """The lines of a dataset in S3, without empty ones.
-
-    Raises:
-        ProblemError: 400: it does not exist or cannot be read; with the storage's message.
-    """
+    """The lines of a dataset in S3, without empty ones. Raises ProblemError (400: it does not exist or cannot be read)."""
     place = urlsplit(url)
     folder, _, name = place.path.strip("/").rpartition("/") if place.path.endswith(_SUFFIX) else (place.path.strip("/"), "", "")
     try:

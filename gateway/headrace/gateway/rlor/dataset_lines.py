@@ -105,11 +105,7 @@ _FORMAT_KEYS: dict[str, DatasetFormat] = {"samples": "RL", "messages": "CHAT", "
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
-    """Lines that are not empty.
-
-    Raises:
-        DatasetFaultError: a line above `MAX_LINE_BYTES`.
-    """
+    """The lines that are not empty. Raises DatasetFaultError (a line above `MAX_LINE_BYTES`)."""
     begun: list[bytes] = []
     number, size = 1, 0
     for chunk in chunks:
@@ -126,11 +122,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
 
 
 def read_line(line: Line, format: DatasetFormat) -> RlLine | ChatLine | CompletionLine:  # noqa: A002 - the API's word
-    """The example on a line.
-
-    Raises:
-        DatasetFaultError: the line is not of this format.
-    """
+    """The example on a line. Raises DatasetFaultError (the line is not of this format)."""
     value = _parse(line)
     try:
         return validate(_EXAMPLES[format], value)
@@ -139,11 +131,7 @@ def read_line(line: Line, format: DatasetFormat) -> RlLine | ChatLine | Completi
 
 
 def infer_format(line: Line) -> DatasetFormat:
-    """The format of a line.
-
-    Raises:
-        DatasetFaultError: no format has such a line.
-    """
+    """The format of a line. Raises DatasetFaultError (no format has such a line)."""
     found = _parse(line)
     if isinstance(found, dict):
         for key, format in _FORMAT_KEYS.items():  # noqa: A001 - as above

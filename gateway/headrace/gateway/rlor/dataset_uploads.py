@@ -47,11 +47,7 @@ _PROCESS_KEY = secrets.token_bytes(32)
 
 @contextlib.asynccontextmanager
 async def multipart_file(request: Request) -> AsyncIterator[UploadFile]:
-    """The part `file` of a multipart body, in a temporary file.
-
-    Raises:
-        ProblemError: 400: there is none, or the body broke off; 503: the disk is full.
-    """
+    """The part `file` of a multipart body, in a temporary file. Raises ProblemError (400: none, or it broke off; 503: no space)."""
     with _receive_errors():
         form = await request.form(max_files=1, max_fields=8)
     try:
@@ -65,11 +61,7 @@ async def multipart_file(request: Request) -> AsyncIterator[UploadFile]:
 
 @contextlib.asynccontextmanager
 async def body_file(request: Request, size: int) -> AsyncIterator[IO[bytes]]:
-    """The body in a temporary file.
-
-    Raises:
-        ProblemError: 400: it has another size, or broke off; 503: the disk is full.
-    """
+    """The body in a temporary file. Raises ProblemError (400: another size, or it broke off; 503: no space)."""
     received = 0
     with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES) as spool:
         with _receive_errors():
@@ -115,19 +107,9 @@ def check_signature(settings: GatewaySettings, dataset: DatasetFact, name: str, 
 
 
 async def add_file(gate: Gate, dataset: Dataset, name: str, spool: IO[bytes], *, completes: bool) -> DatasetFile:
-    """Make a file part of a dataset.
+    """Make a file part of a dataset, which is UPLOADING, or READY with this very file. With `completes` the dataset is READY then.
 
-    Args:
-        gate: The gateway's.
-        dataset: UPLOADING, or READY with this very file.
-        name: Of the file.
-        spool: The content.
-        completes: The dataset is READY with this file.
-
-    Raises:
-        ProblemError: 400: the file cannot be part of it, or the dataset is READY without it; 404: it was deleted meanwhile.
-        KafkaUnavailableError: nothing was changed.
-        StoreUnavailableError: the same.
+    Raises ProblemError (400: the file cannot be part of it, or the dataset is READY without it; 404: the dataset was deleted meanwhile).
     """
     record = dataset.record
     try:
@@ -158,11 +140,7 @@ async def add_file(gate: Gate, dataset: Dataset, name: str, spool: IO[bytes], *,
 
 
 async def complete(gate: Gate, dataset: Dataset) -> None:
-    """Make a dataset READY whose files were uploaded one by one.
-
-    Raises:
-        ProblemError: 400: it has none, one is missing, or they cannot be one dataset.
-    """
+    """Make a dataset READY whose files were uploaded one by one. Raises ProblemError (400: a file is missing, or they disagree)."""
     record = dataset.record
     if record.state == "READY":
         return
@@ -186,12 +164,7 @@ async def remove_files(gate: Gate, files: list[DatasetFile]) -> None:
 
 
 async def write_change(gate: Gate, record: DatasetFact, **changes: object) -> None:
-    """Write a dataset's record with changes.
-
-    Raises:
-        OvertakenError: the record has changed meanwhile; nothing was written.
-        KafkaUnavailableError: nothing was changed.
-    """
+    """Write a dataset's record with changes. Raises OvertakenError (the record has changed meanwhile; nothing was written)."""
     await write_fact(gate, record.model_copy(update={**changes, "updated_at": utc_now()}), turn=while_unchanged(gate, record))
 
 

@@ -148,11 +148,7 @@ def check_deployment(fields: DeploymentFields, account: str) -> None:
 
 
 def find_deployment(tables: Tables, account: str, deployment: str) -> Deployment:
-    """A deployment by its id.
-
-    Raises:
-        ProblemError: 404.
-    """
+    """A deployment by its id. Raises ProblemError (404)."""
     name = resource_name(account, "deployments", deployment)
     return deployment_from_record(find_record(tables, deployment_key(account, deployment), DeploymentFact, name))
 
@@ -208,14 +204,7 @@ def deployed_model_from_record(tables: Tables, record: DeployedModel) -> ModelOn
 
 
 def find_snapshot_folder(tables: Tables, account: str, job_id: str, deployment: str) -> str | None:
-    """The folder that a job's steps write snapshots to; None: no snapshots are written.
-
-    Args:
-        tables: Current.
-        account: Of the job.
-        job_id: The job.
-        deployment: Id of the deployment that the job names; empty: none.
-    """
+    """The folder that a job's steps write snapshots to, given the deployment that it names, if any; None: they write none."""
     if deployment:
         return deployment
     name = resource_name(account, "rlorTrainerJobs", job_id)
@@ -224,11 +213,7 @@ def find_snapshot_folder(tables: Tables, account: str, job_id: str, deployment: 
 
 
 def check_snapshot_source(tables: Tables, account: str, deployment: str) -> None:
-    """Reject a job that names a deployment which takes its snapshots from a trainer.
-
-    Raises:
-        ProblemError: 400.
-    """
+    """Reject a job that names a deployment which takes its snapshots from a trainer. Raises ProblemError (400)."""
     record = tables.facts.get(deployment_key(account, deployment))
     if isinstance(record, DeploymentFact) and (trainer := deployment_from_record(record).fields.hot_load_trainer_job):
         raise ProblemError(

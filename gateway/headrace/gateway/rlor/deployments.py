@@ -29,7 +29,7 @@ from headrace.gateway.rlor.deployment_state import (
     find_replicas,
     list_account_deployments,
 )
-from headrace.gateway.rlor.field_paths import MAX_FIELDS, ReadMask, UnknownFieldError, field_path, resource_response
+from headrace.gateway.rlor.field_paths import MAX_FIELDS, ReadMask, field_path, resource_response
 from headrace.gateway.rlor.job_rules import base_model_name
 from headrace.gateway.rlor.job_status import KIND, find_job
 from headrace.gateway.rlor.lists import ListParameters, list_page
@@ -139,10 +139,7 @@ async def change_deployment(
     parts = [part for part in update_mask.split(",") if part.strip()]
     if len(parts) > MAX_FIELDS:
         raise ProblemError(400, f"updateMask: {len(parts)} fields, {MAX_FIELDS} at most are possible")
-    try:
-        names = [field_path(DeploymentFields, part)[0] for part in parts]
-    except UnknownFieldError as error:
-        raise ProblemError(400, f"updateMask: {error}") from None
+    names = [field_path(DeploymentFields, part, "updateMask")[0] for part in parts]
     return await _change(gate, account, deployment, {name: changes.get(name) for name in names})
 
 

@@ -24,15 +24,10 @@ ReadMask = Annotated[str, Query(alias="readMask")]
 """The parameter of a route: paths, separated by commas. `""` and `*` are all fields."""
 
 
-class UnknownFieldError(ValueError):
-    """No such field."""
+def field_path(model: type[BaseModel], text: str, parameter: str) -> Path:
+    """The path as the JSON has it, in camelCase, from snake_case or camelCase. `parameter` is the place of the text, for the message.
 
-
-def field_path(model: type[BaseModel], text: str) -> Path:
-    """The path as the JSON has it, in camelCase, from snake_case or camelCase.
-
-    Raises:
-        UnknownFieldError: with the fields that exist.
+    Raises ProblemError (400: no such field; the message has the fields that exist).
     """
     found: list[str] = []
     at: object = model
@@ -42,14 +37,15 @@ def field_path(model: type[BaseModel], text: str) -> Path:
             name = to_camel(part) if "_" in part else part
             if name not in names:
                 where = ".".join(found) or "the resource"
-                raise UnknownFieldError(f"{text[:100]!r}: {where} has no field {part[:60]!r}; there are {', '.join(sorted(names))}")
+                problem = f"{where} has no field {part[:60]!r}; there are {', '.join(sorted(names))}"
+                raise ProblemError(400, f"{parameter}: {text[:100]!r}: {problem}")
             at = _container_type(at.model_fields[names[name]].annotation)
             found.append(name)
         elif at is Mapping and part:
             found.append(part)
             at = None
         else:
-            raise UnknownFieldError(f"{text[:100]!r}: {'.'.join(found)} has no fields")
+            raise ProblemError(400, f"{parameter}: {text[:100]!r}: {'.'.join(found)} has no fields")
     return tuple(found)
 
 
@@ -74,20 +70,13 @@ def resource_response(resource: Wire, read_mask: str = "") -> JSONResponse:
 
 
 def parse_mask(read_mask: str, kind: type[BaseModel]) -> Mask:
-    """A function that keeps the fields of a `kind` that a mask names.
-
-    Raises:
-        ProblemError: 400: an unknown field, or too many fields.
-    """
+    """A function that keeps the fields of a `kind` that a mask names. Raises ProblemError (400: an unknown field, or too many fields)."""
     texts = [part for part in read_mask.split(",") if part.strip()]
     if len(texts) > MAX_FIELDS:
         raise ProblemError(400, f"readMask: {len(texts)} fields, {MAX_FIELDS} at most are possible")
     if not texts or any(text.strip() == "*" for text in texts):
         return lambda resource: resource
-    try:
-        paths = [field_path(kind, text) for text in texts]
-    except UnknownFieldError as error:
-        raise ProblemError(400, f"readMask: {error}") from None
+    paths = [field_path(kind, text, "readMask") for text in texts]
 
     def mask(resource: Mapping[str, Any]) -> Mapping[str, Any]:
         masked: dict[str, Any] = {}

@@ -3,8 +3,8 @@
 A step of a job with `hotLoadDeploymentId`, or of a deployment's trainer, writes the manifest of its version as
 `deployments/<folder>/<identity>/manifest.json`; the identity is in the ledger.
 Guarantees: an engine has a snapshot when it reported that itself; until then its former one is shown, and the requested one as the target.
-Limitations: no deltas: every load is of the whole snapshot, whatever the metadata has. The download and the load after it are one stage. A
-prompt cache never outlives a version here, so `reset_prompt_cache` is stored without an effect.
+Limitations: no deltas: every load is of the whole snapshot, even if the metadata names a delta. The download and the load after it are one
+stage. A prompt cache never outlives a version here, so `reset_prompt_cache` is stored without an effect.
 """
 
 from typing import Annotated, Literal

@@ -58,11 +58,7 @@ def _check_tracking(config: WandbConfig) -> None:
 
 
 def reward_weights(entries: tuple[str, ...]) -> dict[str, float]:
-    """`["accuracy=0.8", "format"]` as `{"accuracy": 0.8, "format": 1.0}`.
-
-    Raises:
-        ProblemError: 400: an entry that is not `name=weight`, or a metric that is named twice.
-    """
+    """`["accuracy=0.8", "format"]` as `{"accuracy": 0.8, "format": 1.0}`. Raises ProblemError (400: invalid, or named twice)."""
     found: dict[str, float] = {}
     for index, entry in enumerate(entries):
         where = f"rewardWeights[{index}]: {entry[:80]!r}"
@@ -94,8 +90,7 @@ class WarmStart:
 def warm_start(tables: Tables, account: str, name: str) -> WarmStart:
     """The weights that an output model stands for, by digest.
 
-    Raises:
-        ProblemError: 404: there is no such model; 400: it is not committed, no adapter, or its weights are no longer known.
+    Raises ProblemError (404: there is no such model; 400: it is not committed, no adapter, or its weights are no longer known).
     """
     field = "trainingConfig.warmStartFrom"
     model_id = resource_id(account, "models", name, field)
@@ -119,15 +114,9 @@ def warm_start(tables: Tables, account: str, name: str) -> WarmStart:
 
 
 def fill_defaults(fields: JobFields, settings: Settings, original: TrainingConfig | None = None) -> JobFields:
-    """The fields as the job's record has them, with the defaults of those that were not set.
+    """The fields with the defaults of those that were not set; of a warm start, the values of its original.
 
-    Args:
-        fields: Of the request.
-        settings: With the catalogue, which limits how a base model can be trained.
-        original: Of a warm start: its values are used.
-
-    Raises:
-        ProblemError: 400: a value that differs from the original's.
+    Raises ProblemError (400: a value that differs from the original's).
     """
     config = fields.training_config
     if original is not None:
@@ -160,11 +149,7 @@ def base_model_name(name: str) -> str:
 
 
 def model_settings(fields: JobFields, settings: Settings, base_model: str) -> ModelSettings:
-    """The settings of the job's model, from fields with defaults.
-
-    Raises:
-        ProblemError: 400: the catalogue has no such base model, or does not allow this training.
-    """
+    """The settings of the job's model, from fields with defaults. Raises ProblemError (400: not in the catalogue, or not allowed)."""
     config = fields.training_config
     context, batch = config.max_context_length or _CONTEXT, config.batch_size or _BATCH
     method: TrainConfig = preset(fields.loss_config.method, fields.loss_config.kl_beta)

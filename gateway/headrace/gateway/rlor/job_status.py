@@ -1,15 +1,7 @@
 """RLOR jobs: the record of a job, the state that follows from the log, and the resource that the API shows.
 
-| state | when |
-|---|---|
-| DELETED | it was deleted; its record stays for 30 days and is shown as DELETING |
-| CANCELLED, CANCELLING | it was cancelled, and its step has ended, or not yet |
-| PENDING | no worker has created its model; or a job of one step waits for its turn |
-| FAILED | its model is stopped or has diverged, or its last step failed |
-| RUNNING | its step runs; with `keepAlive` also while it waits for the next one |
-| PAUSED, CANCELLED, COMPLETED | the state of its step (an operator can pause or cancel it); with `keepAlive` COMPLETED is RUNNING |
-| EXPIRED | with `keepAlive`: nothing happened for `inactivityTimeout` |
-
+A deleted job's record stays for 30 days and is shown as DELETING. `docs/rlor.md` has the table of states. `job_status` decides in this
+order: deleted or cancelled, the model cannot be used, the step failed, the step runs, completed, expired, waiting.
 Guarantees: every gateway shows the same state at the same time, with or without a worker. No secret is shown. Within one gateway, changes
 of one job run one after the other (`lock_job`); across gateways, a change of an outdated record is not written (`steps.write_job`).
 Limitations: the hosted API's other states (VALIDATING, CREATING, WRITING_RESULTS, …) are not used: a client could not act on them.
@@ -147,11 +139,7 @@ async def lock_job(gate: Gate, account: str, job_id: str) -> AsyncIterator[Table
 
 
 def find_job(tables: Tables, account: str, job_id: str) -> Job:
-    """A job by its id; a deleted one too, for 30 days.
-
-    Raises:
-        ProblemError: 404.
-    """
+    """A job by its id; a deleted one too, for 30 days. Raises ProblemError (404)."""
     name = resource_name(account, KIND, job_id)
     record = find_record(tables, rlor_job_key(account, job_id), RlorJob, name)
     if record.deleted_at is not None and utc_now() - record.deleted_at > timedelta(days=_DELETED_DAYS):
@@ -188,15 +176,7 @@ def job_from_record(tables: Tables, record: RlorJob, now: datetime | None = None
 
 
 def job_status(tables: Tables, job: RlorJob, *, keep_alive: bool, inactivity: float | None, now: datetime) -> JobStatus:
-    """The state of a job.
-
-    Args:
-        tables: Current.
-        job: Its record.
-        keep_alive: It takes more steps.
-        inactivity: Seconds without a step after which it expires; None: never.
-        now: The time that decides about expiry.
-    """
+    """The state of a job at `now`; without a step for `inactivity` seconds it expires."""
     views = step_views(tables, job)
     documents = [view.document for view in views if view.document is not None]
     ended = [view for view in views if view.final]

@@ -1,9 +1,11 @@
-"""RLOR trainer jobs: create, get, list, delete. `job_actions` has the other calls on a job.
+"""RLOR trainer jobs: create, get, list, delete, `:executeTrainStep`, `:cancel`, `:resume`.
 
-Guarantees: a creation is one transaction: the job, the command that creates its model and, with `dataset`, its step. Of two creations with
-one id, at any gateways, one is answered with 200. The client's own retry of a creation gets the first answer. Unknown keys are accepted,
-since the hosted service's own clients send some; `status.message` names the keys without effect.
-Limitations: no `trainingShape`; validations cannot be skipped.
+Guarantees: an answer comes after the commit, and each change is one transaction; a creation is the job, the command that creates its model
+and, with `dataset`, its step. Of two creations with one id, at any gateways, one is answered with 200. Of two changes of one job at two
+gateways in the same moment, one is made; the other is 409, and the client may repeat it. The client's own retry of a creation or a step
+gets the first answer. A call that the job's state does not allow is 400 with gRPC's FAILED_PRECONDITION and the state. Unknown keys are
+accepted, since the hosted service's own clients send some; `status.message` names the keys without effect.
+Limitations: a job runs one step at a time. No `trainingShape`; validations cannot be skipped.
 """
 
 import asyncio
@@ -15,27 +17,28 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
+from pydantic import Field
 
-from headrace.core.lanes import lane_of
 from headrace.gateway.access import Caller, KnownCaller
 from headrace.gateway.gate import Gate, OpenGate
-from headrace.gateway.log_writer import OvertakenError, Sealed, sealed
-from headrace.gateway.problems import ProblemError
+from headrace.gateway.log_writer import OvertakenError
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.dataset_files import S3_SECRET, parse_credentials
 from headrace.gateway.rlor.deployment_state import belongs_to_another, check_snapshot_source
 from headrace.gateway.rlor.field_paths import ReadMask, resource_response
 from headrace.gateway.rlor.job_fields import JobFields, without_effect
 from headrace.gateway.rlor.job_rules import base_model_name, check_fields, fill_defaults, model_settings, warm_start
-from headrace.gateway.rlor.job_status import KIND, Job, RlorTrainerJob, each_job, find_job, job_resource, lock_job
+from headrace.gateway.rlor.job_status import KIND, Job, RlorTrainerJob, each_job, find_job, job_resource, lock_job, step_views
 from headrace.gateway.rlor.lists import ListParameters, list_page
 from headrace.gateway.rlor.resources import PROJECT, OwnAccount, resource_id, resource_name, rlor_model_id
-from headrace.gateway.rlor.steps import check_output_model, prepare_step, write_job, write_step
+from headrace.gateway.rlor.steps import check_output_model, prepare_step, seal_commands, without_step, write_job, write_step
 from headrace.gateway.rlor.tracking import NO_KEY, can_track, is_offline
-from headrace.gateway.rlor.wire import Empty, ListPage, parse_as, read_object
+from headrace.gateway.rlor.wire import Empty, ListPage, Wire, parse_as, read_object, request_body
 from headrace.gateway.secret_box import SecretBox, SecretBoxError
 from headrace.gateway.tables import Tables
 from headrace.schemas.base import utc_now
-from headrace.schemas.commands import CreateModel, DeleteModel
+from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel, ResumeJob, ResumeModel
+from headrace.schemas.jobs import JobState
 from headrace.schemas.rlor import RlorJob, rlor_job_key
 from headrace.schemas.weights import WeightsRef
 
@@ -48,6 +51,7 @@ _BODY = {
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/RlorTrainerJob"}}},
     }
 }
+_NO_BODY = request_body(Empty, required=False)
 _SECRETS = (("wandb_config", "api_key", "wandbConfig.apiKey"), ("aws_s3_config", "credentials_secret", S3_SECRET))
 
 
@@ -55,6 +59,13 @@ class JobList(ListPage):
     """A page of jobs."""
 
     rlor_trainer_jobs: list[RlorTrainerJob]
+
+
+class TrainStep(Wire):
+    """Body of `:executeTrainStep`."""
+
+    dataset: str = Field(min_length=1)
+    output_model: str = Field(min_length=1)
 
 
 @router.post("", response_model=RlorTrainerJob, openapi_extra=_BODY)
@@ -79,7 +90,6 @@ async def create_job(
         parse_credentials(secret, gate.settings.s3)
     if job_id and not _JOB_ID.fullmatch(job_id):
         raise ProblemError(400, f"rlorTrainerJobId: {job_id[:80]!r}: 1 to 127 letters, digits, dots, dashes and underscores are possible")
-    is_retry = request.headers.get("x-stainless-retry-count", "0") not in {"", "0"}
     # Without an id, equal requests take turns: one may be the retry of the other.
     lock_name = job_id or f"/{hashlib.sha256(orjson.dumps(raw)).hexdigest()}"
     while True:
@@ -90,7 +100,7 @@ async def create_job(
                     raise ProblemError(404, f"{resource_name(account, 'deployments', name)} does not exist")
             existing = _existing_job(tables, account, job_id)
             record = _job_record(gate, tables, caller, fields, job_id=job_id or str(uuid.uuid4()), no_effect=_no_effect(raw, fields))
-            if is_retry and (first := await _first_job(tables, record, existing, named=bool(job_id))) is not None:
+            if _is_retry(request) and (first := await _first_job(tables, record, existing, named=bool(job_id))) is not None:
                 return resource_response(job_resource(first))
             if existing is not None:
                 raise ProblemError(
@@ -123,9 +133,65 @@ async def delete_job(account: OwnAccount, job_id: str, gate: OpenGate) -> Empty:
     async with lock_job(gate, account, job_id) as tables:
         job = find_job(tables, account, job_id)
         if job.record.deleted_at is None:
-            command = _command(gate, DeleteModel(model_id=job.record.model_id))
-            await write_job(gate, job.record.model_copy(update={"deleted_at": utc_now()}), [command], before=job.record)
+            commands = seal_commands(gate, [DeleteModel(model_id=job.record.model_id)])
+            await write_job(gate, job.record.model_copy(update={"deleted_at": utc_now()}), commands, before=job.record)
     return Empty()
+
+
+@router.post("/{job_id}:executeTrainStep", openapi_extra=request_body(TrainStep))
+async def execute_train_step(account: OwnAccount, job_id: str, request: Request, caller: KnownCaller, gate: OpenGate) -> Empty:
+    """Train one step on a dataset; the result is the model `outputModel`, once that is READY."""
+    body = parse_as(TrainStep, await read_object(request))
+    async with lock_job(gate, account, job_id) as tables:
+        job = find_job(tables, account, job_id)
+        if _is_retry(request) and _is_last_step(job, body):
+            return Empty()
+        if not job.fields.keep_alive and job.status.state != "DELETED":
+            raise ProblemError(400, f"{job.name} takes no steps: it was made without keepAlive", code=FAILED_PRECONDITION)
+        if job.status.busy and job.status.state == "RUNNING":
+            output = job.record.step.output_model if job.record.step is not None else ""
+            raise ProblemError(400, f"{job.name}: the step of {output} has not ended: wait for it", code=FAILED_PRECONDITION)
+        if job.status.state != "RUNNING":
+            raise job.wrong_state("execute a train step of a")
+        output = check_output_model(tables, gate, account, body.output_model, "outputModel")
+        step = await prepare_step(gate, tables, job.record, job.fields, dataset=body.dataset, output=output, owner=caller.owner)
+        await write_step(gate, step, before=job.record)
+    return Empty()
+
+
+@router.post("/{job_id}:cancel", openapi_extra=_NO_BODY)
+async def cancel_job(account: OwnAccount, job_id: str, request: Request, gate: OpenGate) -> Empty:
+    """Cancel a job: its step ends unless it is committed already. The job stays."""
+    await read_object(request)
+    async with lock_job(gate, account, job_id) as tables:
+        job = find_job(tables, account, job_id)
+        if job.status.state in {"COMPLETED", "FAILED", "EXPIRED", "DELETED"}:
+            raise job.wrong_state("cancel")
+        if job.record.cancelled_at is None:
+            open_jobs = [view.job_id for view in step_views(tables, job.record) if not view.final]
+            commands = [CancelJob(model_id=job.record.model_id, job_id=training_job) for training_job in open_jobs]
+            record = job.record.model_copy(update={"cancelled_at": utc_now()})
+            await write_job(gate, record, seal_commands(gate, commands), before=job.record)
+    return Empty()
+
+
+@router.post("/{job_id}:resume", response_model=RlorTrainerJob, openapi_extra=_NO_BODY)
+async def resume_job(account: OwnAccount, job_id: str, request: Request, caller: KnownCaller, gate: OpenGate) -> JSONResponse:
+    """Resume a job that is paused, failed, cancelled or expired.
+
+    With `keepAlive` it takes steps again; else its step, unless it is committed, runs again on the same dataset.
+    """
+    await read_object(request)
+    async with lock_job(gate, account, job_id) as tables:
+        job = find_job(tables, account, job_id)
+        if job.status.state not in {"PAUSED", "FAILED", "CANCELLED", "EXPIRED", "COMPLETED"}:
+            raise job.wrong_state("resume")
+        await _resume(gate, tables, job, caller.owner)
+        return resource_response(job_resource(find_job(gate.view.tables, account, job_id)))
+
+
+def _is_retry(request: Request) -> bool:
+    return request.headers.get("x-stainless-retry-count", "0") not in {"", "0"}
 
 
 async def _write_new(gate: Gate, tables: Tables, record: RlorJob) -> None:
@@ -146,7 +212,7 @@ async def _write_new(gate: Gate, tables: Tables, record: RlorJob) -> None:
         worker_group=gate.settings.worker.group,
         start_weights=weights,
     )
-    records = [_command(gate, command)]
+    records = seal_commands(gate, [command])
     if fields.dataset:
         output = check_output_model(tables, gate, record.account, config.output_model or record.id, "trainingConfig.outputModel")
         step = await prepare_step(gate, tables, record, fields, dataset=fields.dataset, output=output, owner=record.owner)
@@ -239,6 +305,31 @@ def _with_deployment_ids(account: str, fields: JobFields) -> JobFields:
     return fields.model_copy(update=changes)
 
 
-def _command(gate: Gate, command: CreateModel | DeleteModel) -> Sealed:
-    lane = lane_of(command.model_id, gate.view.lanes)
-    return sealed(command, topic=gate.settings.topic_names.commands, key=command.model_id, partition=lane)
+async def _resume(gate: Gate, tables: Tables, job: Job, owner: str) -> None:
+    record, model = job.record, tables.model(job.record.model_id)
+    if job.status.state == "COMPLETED":
+        return
+    if job.status.state == "PAUSED":
+        paused = [view.job_id for view in step_views(tables, record) if view.state is JobState.PAUSED]
+        resumes = [ResumeJob(model_id=record.model_id, job_id=training_job) for training_job in paused]
+        await write_job(gate, record, seal_commands(gate, resumes), before=record)
+        return
+    if model is None or model.status in {"deleting", "deleted"}:
+        raise job.wrong_state("resume")
+    commands = seal_commands(gate, [ResumeModel(model_id=record.model_id)] if model.status in {"stopped", "diverged"} else [])
+    resumed = record.model_copy(update={"resumed_at": utc_now(), "cancelled_at": None})
+    failed = any(view.state in {JobState.FAILED, JobState.CANCELLED} for view in step_views(tables, record))
+    if job.fields.keep_alive or record.step is None or not failed:
+        await write_job(gate, without_step(tables, resumed) if failed else resumed, commands, before=record)
+        return
+    dataset, output = record.step.dataset or "", record.step.output_model
+    step = await prepare_step(gate, tables, resumed, job.fields, dataset=dataset, output=output, owner=owner)
+    await write_step(gate, step, commands, before=record)
+
+
+def _is_last_step(job: Job, body: TrainStep) -> bool:
+    step, account = job.record.step, job.record.account
+    return step is not None and (step.dataset, step.output_model) == (
+        resource_id(account, "datasets", body.dataset, "dataset"),
+        resource_id(account, "models", body.output_model, "outputModel"),
+    )

@@ -10,16 +10,15 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import orjson
 from fastapi import Query
 from pydantic import BaseModel, Field
 
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.field_paths import Path, UnknownFieldError, field_path, parse_mask, to_json, value_at
-from headrace.gateway.rlor.filters import FilterError, parse_filter
+from headrace.gateway.rlor.field_paths import Path, field_path, parse_mask, to_json, value_at
+from headrace.gateway.rlor.filters import parse_filter
 from headrace.gateway.rlor.wire import Wire
 
 DEFAULT_SIZE = 50
@@ -40,65 +39,37 @@ ListParameters = Annotated[_ListParameters, Query()]
 """The parameters of every list, for a route."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowPage(Generic[Row]):
-    """Rows of one page. `next_page_token` is None on the last page."""
-
-    rows: Sequence[Row]
-    next_page_token: str | None
-    total_size: int
-
-
 def list_page(resources: Sequence[Wire], kind: type[Wire], parameters: _ListParameters, *, key: str, account: str) -> dict[str, Any]:
-    """One page, as JSON.
-
-    Args:
-        resources: All resources of the list; each has a name.
-        kind: Their type.
-        parameters: Of the request.
-        key: Of the rows in the answer, as in the path: `datasets`, `models`, …
-        account: Whose resources they are.
-
-    Raises:
-        ProblemError: 400: an invalid filter, order, mask, size or token.
-    """
-    try:
-        matches = parse_filter(parameters.filter, lambda text: field_path(kind, text))
-    except FilterError as error:
-        raise ProblemError(400, f"filter: {error}") from None
+    """One page as JSON, with the rows under `key`. Raises ProblemError (400: an invalid filter, order, mask, size or token)."""
+    matches = parse_filter(parameters.filter, kind)
     mask = parse_mask(parameters.read_mask, kind)
     chosen = sorted((row for row in map(to_json, resources) if matches(row)), key=lambda row: str(row["name"]))
     for path, falls in reversed(_parse_order(parameters.order_by, kind)):
         chosen.sort(key=lambda row: _sort_key(value_at(row, path)), reverse=falls)
     call = (key, account, parameters.filter, parameters.order_by, parameters.read_mask)
     rows = [(str(row["name"]), row) for row in chosen]
-    found = page(rows, size=parameters.page_size, token=parameters.page_token, call=call)
-    answer: dict[str, Any] = {key: [mask(row) for row in found.rows], "totalSize": found.total_size}
-    return answer if found.next_page_token is None else {**answer, "nextPageToken": found.next_page_token}
+    page_rows, next_token = cut_page(rows, size=parameters.page_size, token=parameters.page_token, call=call)
+    answer: dict[str, Any] = {key: [mask(row) for row in page_rows], "totalSize": len(rows)}
+    return answer if next_token is None else {**answer, "nextPageToken": next_token}
 
 
-def page(rows: Sequence[tuple[str, Row]], *, size: int | None, token: str | None, call: Sequence[object]) -> RowPage[Row]:
-    """One page.
+def cut_page(
+    rows: Sequence[tuple[str, Row]], *, size: int | None, token: str | None, call: Sequence[object]
+) -> tuple[list[Row], str | None]:
+    """One page of rows with unique names, and the token of the next page, if there is one.
 
-    Args:
-        rows: The whole list in its order, each row with a unique name.
-        size: None or 0: 50; 200 at most.
-        token: Of the page before.
-        call: The other parameters of the call, which tokens are bound to.
-
-    Raises:
-        ProblemError: 400: a negative size, or a token of another call.
+    `call` is the other parameters of the call, which tokens are bound to. Raises ProblemError (400: an invalid size or token).
     """
     if size is not None and size < 0:
         raise ProblemError(400, f"pageSize: {size}: 0 (for {DEFAULT_SIZE}) to {MAX_SIZE} are possible")
-    size = min(size or DEFAULT_SIZE, MAX_SIZE)
     digest = hashlib.sha256(orjson.dumps([str(part) for part in call])).hexdigest()[:16]
     first = _position(rows, token, digest) if token else 0
-    chosen, end = rows[first : first + size], first + size
+    end = first + min(size or DEFAULT_SIZE, MAX_SIZE)
+    chosen = rows[first:end]
     next_token = None
     if end < len(rows):
         next_token = base64.urlsafe_b64encode(orjson.dumps([digest, end, chosen[-1][0]])).decode().rstrip("=")
-    return RowPage([row for _, row in chosen], next_token, len(rows))
+    return [row for _, row in chosen], next_token
 
 
 def _position(rows: Sequence[tuple[str, Row]], token: str, digest: str) -> int:
@@ -123,10 +94,7 @@ def _parse_order(order_by: str, kind: type[Wire]) -> list[tuple[Path, bool]]:
         words = part.split()
         if not words or len(words) > 2 or (len(words) == 2 and words[1].lower() not in {"asc", "desc"}):
             raise ProblemError(400, f"orderBy: {part.strip()[:80]!r}: a field is needed, with ' desc' after it for a falling order")
-        try:
-            found.append((field_path(kind, words[0]), len(words) == 2 and words[1].lower() == "desc"))
-        except UnknownFieldError as error:
-            raise ProblemError(400, f"orderBy: {error}") from None
+        found.append((field_path(kind, words[0], "orderBy"), len(words) == 2 and words[1].lower() == "desc"))
     return found
 
 

@@ -109,11 +109,7 @@ class NamedModel:
         return resource_name(self.alias.account, "models", self.alias.id)
 
     def version(self) -> WeightsPublished:
-        """The version, for engines to load.
-
-        Raises:
-            ProblemError: 400: it is not committed, or no longer known.
-        """
+        """The version, for engines to load. Raises ProblemError (400: it is not committed, or no longer known)."""
         if self.entry is None:
             lost = "its job was deleted and created again: its weights are not known here"
             why = "its step has not ended" if self.ready_at is None else lost
@@ -145,11 +141,7 @@ def published_version(model: ModelView, entry: BriefStep) -> WeightsPublished:
 
 
 def find_model(tables: Tables, account: str, model: str) -> NamedModel:
-    """A model.
-
-    Raises:
-        ProblemError: 404: the name does not exist, or its step has not begun, or failed.
-    """
+    """A model. Raises ProblemError (404: the name does not exist, or its step has not begun, or failed)."""
     found = _resolve(tables, _find_alias(tables, account, model))
     if isinstance(found, str):
         raise ProblemError(404, f"{resource_name(account, 'models', model)} does not exist: {found}")
@@ -170,16 +162,9 @@ def find_step(tables: Tables, alias: ModelAlias) -> BriefStep | None:
 
 
 def named_version(tables: Tables, caller: Caller, name: str, base_models: frozenset[str]) -> NamedVersion:
-    """The version that a name stands for: `accounts/a/models/m` or `accounts/a/deployments/d`; `#…` after it is ignored.
+    """The version that `accounts/a/models/m` or `accounts/a/deployments/d` stands for; `#…` after it is ignored.
 
-    Args:
-        tables: Current.
-        caller: Of the request. A base model exists under every account's name.
-        name: Begins with `accounts/`.
-        base_models: Names in the catalogue.
-
-    Raises:
-        ProblemError: 404: it does not exist; 400: the model is not READY.
+    A base model of the catalogue exists under every account's name. Raises ProblemError (404: it does not exist; 400: it is not READY).
     """
     parts = name.partition("#")[0].split("/")
     if len(parts) != 4 or parts[2] not in {"models", "deployments"}:

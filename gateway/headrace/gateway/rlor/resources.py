@@ -30,16 +30,9 @@ def resource_name(account: str, kind: str, id: str) -> str:  # noqa: A002 - the 
 
 
 def resource_id(account: str, kind: str, name: str, field: str) -> str:
-    """The id in a resource name of this account. A bare id is returned unchanged.
+    """The id in a resource name of this account; a bare id is returned unchanged. `field` is the request's field, for the message.
 
-    Args:
-        account: The caller's account.
-        kind: As in `resource_name`.
-        name: The value of the field.
-        field: Name of the field, for the message.
-
-    Raises:
-        ProblemError: 400: a name of another kind; 404: a name of another account.
+    Raises ProblemError (400: a name of another kind; 404: a name of another account).
     """
     parts = name.split("/")
     if len(parts) == 1 and name:
@@ -52,11 +45,7 @@ def resource_id(account: str, kind: str, name: str, field: str) -> str:
 
 
 def check_id(id: str, field: str) -> str:  # noqa: A002 - the API's word
-    """An id that a client chose, unchanged.
-
-    Raises:
-        ProblemError: 400: the id is not valid.
-    """
+    """An id that a client chose, unchanged. Raises ProblemError (400: the id is not valid)."""
     if not _ID.fullmatch(id):
         raise ProblemError(400, f"{field}: {id[:80]!r}: an id has 1 to 63 characters of a-z, 0-9 and -, and neither begins nor ends with -")
     return id
@@ -68,11 +57,7 @@ def rlor_model_id(account: str, job_id: str) -> str:
 
 
 def find_record(tables: Tables, key: str, kind: type[Record], name: str) -> Record:
-    """A record by its key.
-
-    Raises:
-        ProblemError: 404: there is none; the message has the resource's `name`.
-    """
+    """A record by its key. Raises ProblemError (404: there is none; the message has the resource's `name`)."""
     record = tables.facts.get(key)
     if not isinstance(record, kind):
         raise ProblemError(404, f"{name[:300]} does not exist")

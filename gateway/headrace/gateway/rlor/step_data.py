@@ -14,10 +14,10 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
-from headrace.core.errors import HeadraceError
 from headrace.core.group_sets import store_groups
 from headrace.core.payloads import PayloadTooLargeError
 from headrace.core.settings import S3Settings, Settings
@@ -60,15 +60,29 @@ class StepData:
         if url is None:
             return read_lines(self.store, dataset.files)
         if self.s3 is None:
-            said = f"{dataset.name} lies in {url}: give awsS3Config.credentialsSecret with the job"
+            said = f"{dataset.name} is in {url}: give awsS3Config.credentialsSecret with the job"
             raise ProblemError(400, said, code=FAILED_PRECONDITION)
         return read_s3_lines(url, self.s3)
 
     def groups(self, dataset: Dataset) -> Iterator[tuple[bytes, TrajectoryGroup]]:
-        """A dataset's lines, each with its group."""
-        reader = RewardLines(dataset.name, self.weights)
-        for line in self.lines(dataset):
-            yield line, reader.read(line)
+        """A dataset's lines, each with its group, without an id. Raises DatasetFaultError; lines are counted without the empty ones."""
+        weights, size = dict(self.weights), None
+        for number, text in enumerate(self.lines(dataset), start=1):
+            where = f"{dataset.name} line {number}"
+            try:
+                line = cast("RlLine", read_line(Line(number, text, ended=True), "RL"))
+            except DatasetFaultError as error:
+                raise DatasetFaultError(f"{dataset.name} {error}") from None
+            if size is not None and len(line.samples) != size:
+                raise DatasetFaultError(f"{where}: {len(line.samples)} samples, those before have {size}: every line needs the same number")
+            size, first = len(line.samples), line.samples[0].metrics
+            if not weights:
+                if len(first) != 1:
+                    names = ", ".join(sorted(first))
+                    raise DatasetFaultError(f"{where} sample 1: which metric is the reward? There are {names}: name some in rewardWeights")
+                weights = dict.fromkeys(first, 1.0)
+            trajectories = [_trajectory(sample, weights, f"{where} sample {n}") for n, sample in enumerate(line.samples, start=1)]
+            yield text, TrajectoryGroup(trajectories=[*trajectories], allow_training_without_logprobs=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,94 +99,8 @@ class StagedStep:
     """Of these lines."""
 
 
-class LineError(HeadraceError):
-    """A line that is not a group of samples with rewards."""
-
-
-class RewardLines:
-    """Turns the lines of one dataset into groups, in their order.
-
-    Args:
-        dataset: Its name, for messages.
-        weights: Of metrics; empty: the only metric of the samples.
-    """
-
-    def __init__(self, dataset: str, weights: Mapping[str, float]) -> None:
-        self._dataset = dataset
-        self._weights = dict(weights)
-        self._size: int | None = None
-        self._number = 0
-
-    def read(self, text: bytes) -> TrajectoryGroup:
-        """The next line, as a group without an id.
-
-        Raises:
-            LineError: with the place; lines are counted without the empty ones.
-        """
-        self._number += 1
-        try:
-            line = cast("RlLine", read_line(Line(self._number, text, ended=True), "RL"))
-        except DatasetFaultError as error:
-            raise LineError(f"{self._dataset} {error}") from None
-        where = f"{self._dataset} line {self._number}"
-        size = len(line.samples)
-        if self._size is not None and size != self._size:
-            raise LineError(f"{where}: {size} samples, but the lines before have {self._size}: every line needs the same number")
-        self._size = size
-        return TrajectoryGroup(
-            trajectories=[self._trajectory(sample, f"{where} sample {index + 1}") for index, sample in enumerate(line.samples)],
-            allow_training_without_logprobs=True,
-        )
-
-    def _trajectory(self, sample: RlSample, where: str) -> Trajectory:
-        metrics = sample.metrics
-        names = ", ".join(sorted(metrics))
-        if not self._weights:
-            if len(metrics) != 1:
-                raise LineError(f"{where}: which metric is the reward? There are {names}: name some in rewardWeights")
-            self._weights = dict.fromkeys(metrics, 1.0)
-        for name in self._weights:
-            if name not in metrics:
-                raise LineError(f"{where}: the metric {name!r} of the reward is missing; there are {names}")
-        reward = math.fsum(weight * metrics[name] for name, weight in self._weights.items())
-        if not math.isfinite(reward):
-            raise LineError(f"{where}: the reward, the weighted sum of {', '.join(self._weights)}, is not finite")
-        return Trajectory(messages_and_choices=[*sample.messages], tools=sample.tools, reward=reward, metrics={**metrics})
-
-
 def stage_step(settings: Settings, data: StepData, *, model_id: str, lane: int, training_jobs: Sequence[str]) -> StagedStep:
-    """Stage a step.
-
-    Args:
-        settings: With the limits.
-        data: The datasets.
-        model_id: Of the model that is trained.
-        lane: Of the model.
-        training_jobs: Ids; each trains on all groups.
-
-    Raises:
-        ProblemError: 400: an invalid line, too many groups, or a dataset that was deleted meanwhile.
-        StoreError: the store.
-    """
-    try:
-        evaluation, carved_out = _stage_evaluation(data)
-        return _stage_groups(settings, data, evaluation, carved_out, model_id=model_id, lane=lane, training_jobs=training_jobs)
-    except (LineError, PayloadTooLargeError, InvalidGroupError, CodecError) as error:
-        raise ProblemError(400, f"{error}") from None
-    except (ObjectNotFoundError, DigestMismatchError) as error:
-        raise ProblemError(400, f"{data.dataset.name} can't be read: was it deleted? {error}", code=FAILED_PRECONDITION) from None
-
-
-def _stage_groups(
-    settings: Settings,
-    data: StepData,
-    evaluation: GroupSet | None,
-    carved_out: frozenset[bytes],
-    *,
-    model_id: str,
-    lane: int,
-    training_jobs: Sequence[str],
-) -> StagedStep:
+    """Stage a step; each training job trains on all groups. Raises ProblemError (400: invalid lines, too many, or deleted data)."""
     records: list[list[Sealed]] = [[] for _ in training_jobs]
     ids: list[list[str]] = [[] for _ in training_jobs]
     pending: deque[tuple[list[Sealed], Future[Sealed]]] = deque()
@@ -182,7 +110,8 @@ def _stage_groups(
         target, written = pending.popleft()
         target.append(written.result())
 
-    with ThreadPoolExecutor(_WRITERS, thread_name_prefix="headrace-stage") as pool:
+    with _as_problems(data.dataset), ThreadPoolExecutor(_WRITERS, thread_name_prefix="headrace-stage") as pool:
+        evaluation, carved_out = _stage_evaluation(data)
         for line, group in data.groups(data.dataset):
             if _digest(line) in carved_out:
                 continue
@@ -217,6 +146,28 @@ def _stage_groups(
     return StagedStep(
         groups=tuple(map(tuple, records)), group_ids=tuple(map(tuple, ids)), evaluation=evaluation, size=size, samples=samples
     )
+
+
+def _trajectory(sample: RlSample, weights: Mapping[str, float], where: str) -> Trajectory:
+    metrics = sample.metrics
+    for name in weights:
+        if name not in metrics:
+            names = ", ".join(sorted(metrics))
+            raise DatasetFaultError(f"{where}: the metric {name!r} of the reward is missing; there are {names}")
+    reward = math.fsum(weight * metrics[name] for name, weight in weights.items())
+    if not math.isfinite(reward):
+        raise DatasetFaultError(f"{where}: the reward, the weighted sum of {', '.join(weights)}, is not finite")
+    return Trajectory(messages_and_choices=[*sample.messages], tools=sample.tools, reward=reward, metrics={**metrics})
+
+
+@contextmanager
+def _as_problems(dataset: Dataset) -> Iterator[None]:
+    try:
+        yield
+    except (DatasetFaultError, PayloadTooLargeError, InvalidGroupError, CodecError) as error:
+        raise ProblemError(400, f"{error}") from None
+    except (ObjectNotFoundError, DigestMismatchError) as error:
+        raise ProblemError(400, f"{dataset.name} can't be read: was it deleted? {error}", code=FAILED_PRECONDITION) from None
 
 
 def _stage_evaluation(data: StepData) -> tuple[GroupSet | None, frozenset[bytes]]:

@@ -19,7 +19,7 @@ from headrace.core.settings import S3Settings
 from headrace.gateway.facts import fact_record
 from headrace.gateway.gate import Gate
 from headrace.gateway.job_records import job_records
-from headrace.gateway.log_writer import Sealed, Turn
+from headrace.gateway.log_writer import Sealed, Turn, sealed
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.dataset_files import S3_SECRET, parse_credentials, ready_dataset
 from headrace.gateway.rlor.deployment_state import belongs_to_another, find_snapshot_folder
@@ -30,6 +30,7 @@ from headrace.gateway.rlor.resources import check_id, resource_id, resource_name
 from headrace.gateway.rlor.step_data import StepData, stage_step
 from headrace.gateway.secret_box import SecretBox, SecretBoxError
 from headrace.gateway.tables import Tables
+from headrace.schemas.commands import Command
 from headrace.schemas.gateway import GatewayJob
 from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.rlor import RlorJob, RlorStep, rlor_job_key
@@ -53,11 +54,7 @@ class PreparedStep:
 
 
 def check_output_model(tables: Tables, gate: Gate, account: str, name: str, field: str) -> str:
-    """The id of a model that does not exist yet.
-
-    Raises:
-        ProblemError: 400: not an id; 409: the model exists.
-    """
+    """The id of a model that does not exist yet. Raises ProblemError (400: not an id; 409: the model exists)."""
     found = check_id(resource_id(account, "models", name, field), field)
     if model_alias_key(account, found) in tables.facts or found in gate.settings.base_models:
         raise ProblemError(409, f"{field}: {resource_name(account, 'models', found)} exists: delete it first, or take another id")
@@ -67,20 +64,9 @@ def check_output_model(tables: Tables, gate: Gate, account: str, name: str, fiel
 async def prepare_step(
     gate: Gate, tables: Tables, job: RlorJob, fields: JobFields, *, dataset: str, output: str, owner: str
 ) -> PreparedStep:
-    """Stage a step.
+    """Stage a step of a job that has no running one. `dataset` is a name or an id, `output` the id of the resulting model.
 
-    Args:
-        gate: The gateway's.
-        tables: Current.
-        job: Record of the job; it has no running step.
-        fields: Of the job.
-        dataset: Name or id.
-        output: Id of the resulting model.
-        owner: Of the step.
-
-    Raises:
-        ProblemError: 400: the dataset is not READY or does not fit; 404: it does not exist.
-        StoreUnavailableError: the store.
+    Raises ProblemError (400: the dataset is not READY or does not fit; 404: it does not exist).
     """
     account = job.account
     output_key = model_alias_key(account, output)
@@ -165,16 +151,8 @@ async def write_job(
 ) -> None:
     """Commit a job's record and others in one transaction.
 
-    Args:
-        gate: The gateway's.
-        job: The new record.
-        records: The others.
-        before: The record with this id that the change is based on; None: there was none.
-        unchanged: More records that the change is based on, by key.
-
-    Raises:
-        OvertakenError: one of these has changed meanwhile; nothing is committed.
-        KafkaUnavailableError: it is not committed, or that is not known.
+    The change is based on `before`, the record with this id (None: there was none), and on the records in `unchanged`, by key.
+    Raises OvertakenError if one of these has changed meanwhile; then nothing is committed.
     """
     key = rlor_job_key(job.account, job.id)
 
@@ -185,6 +163,12 @@ async def write_job(
 
     turn = Turn.while_unchanged(job.account, gate.view.tables.facts, {**unchanged, key: before})
     await gate.writer.commit([*records, fact_record(gate, job)], is_in=is_committed, turn=turn)
+
+
+def seal_commands(gate: Gate, commands: Sequence[Command]) -> list[Sealed]:
+    """The records of commands, on the lanes of their models."""
+    topic, lanes = gate.settings.topic_names.commands, gate.view.lanes
+    return [sealed(command, topic=topic, key=command.model_id, partition=lane_of(command.model_id, lanes)) for command in commands]
 
 
 def _check_deployments(tables: Tables, account: str, fields: JobFields) -> None:

@@ -66,11 +66,7 @@ def rfc3339(moment: datetime) -> str:
 
 
 def parse_duration(duration: object) -> object:
-    """`"1800s"` as 1800.0. Other types are left to the field's own validation.
-
-    Raises:
-        ValueError: a text that is not a duration.
-    """
+    """`"1800s"` as 1800.0. Other types are left to the field's own validation. Raises ValueError (a text that is not a duration)."""
     if not isinstance(duration, str):
         return duration
     found = _DURATION.match(duration.strip())
@@ -102,11 +98,7 @@ def request_body(model: type[Wire], *, required: bool = True) -> dict[str, Any]:
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The body as an object, whatever its content type. No body and `null` are `{}`; null fields are removed.
-
-    Raises:
-        ProblemError: 400.
-    """
+    """The body as an object, of any content type. No body and `null` are `{}`; null fields are removed. Raises ProblemError (400)."""
     body = await request.body()
     raw = orjson.loads(body) if body.strip() else None  # `body_limit.py` has checked that it is JSON
     if raw is None:
@@ -117,11 +109,7 @@ async def read_object(request: Request) -> dict[str, Any]:
 
 
 def parse_as(model: type[Model], raw: dict[str, Any]) -> Model:
-    """A body, or a part of one, as a model.
-
-    Raises:
-        UnprocessableError: with every fault.
-    """
+    """A body, or a part of one, as a model. Raises UnprocessableError (with every fault)."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
