@@ -257,7 +257,7 @@ def speaks_with_the_training_sdk(api: Fireworks) -> None:
     held("the training SDK lists and promotes checkpoints")
     service = TrainerJobConfig(base_model=base, max_context_length=64, accelerator_type="NVIDIA_H100_80GB")
     rejected(Exception, lambda: manager.create(service), "serviceMode is not built yet")
-    held("its service mode is refused at once, with the reason")
+    held("its service mode is rejected at once, with the reason")
 
 
 def speaks_with_either_client(api: Fireworks) -> None:

@@ -96,14 +96,14 @@ BAD: list[tuple[str, bytes, str]] = [
 
 
 async def test_an_invalid_file_is_rejected_with_its_line_and_leaves_nothing(gateway: httpx.AsyncClient, tmp_path: Path):
-    for number, (kind, content, said) in enumerate(BAD):
+    for number, (kind, content, message) in enumerate(BAD):
         assert (await create(gateway, f"bad-{number}", kind)).status_code == 200
-        refused = await upload(gateway, f"bad-{number}", content)
-        assert refused.status_code == 400
-        assert said in refused.json()["message"], refused.json()
+        rejected = await upload(gateway, f"bad-{number}", content)
+        assert rejected.status_code == 400
+        assert message in rejected.json()["message"], rejected.json()
         assert stored(tmp_path) == []
         shown = (await gateway.get(f"{DATASETS}/bad-{number}")).json()
-        assert (shown["state"], shown["status"]) == ("UPLOADING", {"code": "INVALID_ARGUMENT", "message": refused.json()["message"]})
+        assert (shown["state"], shown["status"]) == ("UPLOADING", {"code": "INVALID_ARGUMENT", "message": rejected.json()["message"]})
 
 
 async def test_an_undeclared_format_is_that_of_the_first_line(gateway: httpx.AsyncClient):
@@ -171,8 +171,8 @@ async def test_an_upload_that_breaks_off_leaves_nothing(gateway: httpx.AsyncClie
     await writer.wait_closed()
     assert await reader.read() == b""
     cut = b"--x\r\n" + part.partition(b"\r\n")[2]  # it has its length, and no end of the part
-    refused = await gateway.post(f"{DATASETS}/d:upload", content=cut, headers={"content-type": "multipart/form-data; boundary=x"})
-    assert refused.status_code == 400
+    rejected = await gateway.post(f"{DATASETS}/d:upload", content=cut, headers={"content-type": "multipart/form-data; boundary=x"})
+    assert rejected.status_code == 400
     assert (await gateway.get(f"{DATASETS}/d")).json()["state"] == "UPLOADING"
     assert stored(tmp_path) == []
 
@@ -192,7 +192,7 @@ async def test_datasets_are_listed_by_name_page_by_page(gateway: httpx.AsyncClie
 
 async def test_missing_features_are_501_and_other_accounts_404(gateway: httpx.AsyncClient):
     for url in ("gs://b/x", "https://b/x"):
-        refused = await create(gateway, "d", externalUrl=url)
-        assert (refused.status_code, refused.json()["code"], refused.headers["x-should-retry"]) == (501, 12, "false")
+        rejected = await create(gateway, "d", externalUrl=url)
+        assert (rejected.status_code, rejected.json()["code"], rejected.headers["x-should-retry"]) == (501, 12, "false")
     assert (await gateway.get("/v1/accounts/other/datasets")).status_code == 404
     assert (await gateway.post(f"{DATASETS}/none:upload", files={"file": ("d", GOOD)})).status_code == 404

@@ -131,8 +131,8 @@ async def test_a_step_is_rejected_when_another_account_took_the_id_of_its_jobs_d
     training = (await gate.view.fresh()).facts[rlor_job_key("default", "mine")].step.training_jobs[-1]  # type: ignore[attr-defined]
     await LaneDouble(gate).train(training)
     body = {"dataset": "accounts/default/datasets/d1", "outputModel": "accounts/default/models/second"}
-    refused = await gateway.post(f"{JOBS}/mine:executeTrainStep", json=body)
-    assert (refused.status_code, "deployments/free" in refused.json()["message"]) == (400, True)
+    rejected = await gateway.post(f"{JOBS}/mine:executeTrainStep", json=body)
+    assert (rejected.status_code, "deployments/free" in rejected.json()["message"]) == (400, True)
 
 
 async def test_a_job_warns_of_deployments_that_do_not_exist_until_they_are_created(gateway: httpx.AsyncClient):
@@ -161,10 +161,10 @@ async def test_a_deployment_has_a_bucket_of_its_own_or_its_trainers(gateway: htt
         ({"directRouteApiKeys": ["k"]}, "directRouteApiKeys"),
         ({"hotLoadTransitionType": "NOW"}, "hotLoadTransitionType"),
     ]
-    for fields, said in wrong:
-        refused = await deploy(gateway, "dep-1", **fields)
-        assert refused.status_code in {400, 404}, fields
-        assert said in refused.json()["message"], refused.json()
+    for fields, message in wrong:
+        rejected = await deploy(gateway, "dep-1", **fields)
+        assert rejected.status_code in {400, 404}, fields
+        assert message in rejected.json()["message"], rejected.json()
     assert (await deploy(gateway, "dep-1")).status_code == 200
     attached = await gateway.patch(
         f"{DEPLOYMENTS}/dep-1", params={"updateMask": "hot_load_trainer_job"}, json={"hotLoadTrainerJob": trainer.replace("own", "free")}
@@ -300,8 +300,8 @@ async def test_wrong_hot_loads_are_rejected_with_the_fault(gateway: httpx.AsyncC
         ({"identity": "a"}, {"fireworks-deployment": "accounts/other/deployments/dep-1"}, 404, "another account"),
         ({"identity": "a"}, {"fireworks-deployment": "accounts/default/deployments/dep-2"}, 400, "enableHotLoad"),
     ]
-    for body, headers, status, said in wrong:
+    for body, headers, status, message in wrong:
         for path in (HOT_LOAD, "/v1/models/hot_load"):
-            refused = await gateway.post(path, headers=headers, json=body)
-            assert refused.status_code == status, refused.text
-            assert said in refused.json()["message"], refused.text
+            rejected = await gateway.post(path, headers=headers, json=body)
+            assert rejected.status_code == status, rejected.text
+            assert message in rejected.json()["message"], rejected.text

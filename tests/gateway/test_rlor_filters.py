@@ -70,7 +70,7 @@ def test_filters_that_do_not_match(expression: str):
 
 
 @pytest.mark.parametrize(
-    ("expression", "said"),
+    ("expression", "message"),
     [
         ("sate = 1", "position 1: 'sate': the resource has no field 'sate'; there are"),
         ("state =", "position 8: a value after '=' is needed, not the end"),
@@ -85,10 +85,10 @@ def test_filters_that_do_not_match(expression: str):
         ("(" * 5000, "4096 at most"),
     ],
 )
-def test_invalid_filters_are_rejected_with_the_position(expression: str, said: str):
-    with pytest.raises(ProblemError) as refused:
+def test_invalid_filters_are_rejected_with_the_position(expression: str, message: str):
+    with pytest.raises(ProblemError) as rejected:
         holds(expression)
-    assert said in str(refused.value)
+    assert message in str(rejected.value)
 
 
 @given(st.text(alphabet="ab_. =\"'\\()<>!-*0128sTZ:ANDORNOTstate", max_size=60))

@@ -33,7 +33,7 @@ async def test_lists_are_filtered_ordered_masked_and_paged(gateway: httpx.AsyncC
     masked = (await gateway.get(f"{JOBS}/j1", params={"readMask": "state,training_config.base_model,trainingConfig.loraRank"})).json()
     assert masked == {"state": "JOB_STATE_PENDING", "trainingConfig": {"baseModel": "accounts/fireworks/models/tiny", "loraRank": 8}}
     assert (await gateway.get(f"{JOBS}/j1", params={"readMask": "*"})).json() == (await gateway.get(f"{JOBS}/j1")).json()
-    for params, said in (
+    for params, message in (
         ({"filter": "sate = 1"}, "filter: position 1: 'sate'"),
         ({"orderBy": "name down"}, "orderBy: 'name down'"),
         ({"orderBy": "x"}, "orderBy: 'x'"),
@@ -42,4 +42,4 @@ async def test_lists_are_filtered_ordered_masked_and_paged(gateway: httpx.AsyncC
         ({"pageToken": "zz"}, "pageToken"),
     ):
         wrong = await gateway.get(JOBS, params=params)
-        assert (wrong.status_code, said in wrong.json()["message"]) == (400, True), wrong.text
+        assert (wrong.status_code, message in wrong.json()["message"]) == (400, True), wrong.text

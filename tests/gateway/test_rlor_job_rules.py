@@ -93,21 +93,21 @@ WRONG: list[tuple[dict[str, object], int, str]] = [
 
 async def test_each_wrong_request_has_its_status_and_a_helpful_message(gateway: httpx.AsyncClient, settings: Settings):
     await dataset(gateway, "d1")
-    for body, status, said in WRONG:
+    for body, status, message in WRONG:
         answer = await create(gateway, "j1", body)
-        assert (answer.status_code, said in answer.json()["message"]) == (status, True), (body, answer.text)
+        assert (answer.status_code, message in answer.json()["message"]) == (status, True), (body, answer.text)
         assert answer.json().keys() == {"code", "message", "details"}
         assert "hush" not in answer.text
         if status in {409, 501}:
             assert answer.headers["x-should-retry"] == "false"
-    for params, status, said in (
+    for params, status, message in (
         ({"rlorTrainerJobId": "a b"}, 400, "rlorTrainerJobId"),
         ({"rlorTrainerJobId": "a\n"}, 400, "rlorTrainerJobId"),
         ({"trainingShape": "accounts/a/trainingShapes/s"}, 501, "trainingShape"),
         ({"deploymentId": "other"}, 400, "deploymentId='other' differs from hotLoadDeploymentId='dep'"),
     ):
         answer = await gateway.post(JOBS, params=params, json=keep_alive(hotLoadDeploymentId="dep"))
-        assert (answer.status_code, said in answer.json()["message"]) == (status, True), answer.text
+        assert (answer.status_code, message in answer.json()["message"]) == (status, True), answer.text
     for content in (b"{", b"[]", b'"text"', b"\xff"):
         assert (await gateway.post(JOBS, content=content)).status_code == 400
     assert (await gateway.get(JOBS)).json()["totalSize"] == 0
@@ -138,10 +138,10 @@ LINES: list[tuple[list[bytes], list[str], str]] = [
 
 
 async def test_missing_rewards_are_rejected_with_their_line(gateway: httpx.AsyncClient):
-    for index, (lines, weights, said) in enumerate(LINES):
+    for index, (lines, weights, message) in enumerate(LINES):
         await dataset(gateway, f"d{index}", *lines)
         answer = await create(gateway, "j1", one_shot(f"d{index}", rewardWeights=weights))
-        assert (answer.status_code, said in answer.json()["message"]) == (400, True), answer.text
+        assert (answer.status_code, message in answer.json()["message"]) == (400, True), answer.text
 
 
 async def test_settings_of_the_model_follow_from_the_fields_and_defaults_from_the_catalogue(gateway: httpx.AsyncClient, settings: Settings):

@@ -136,9 +136,9 @@ async def test_a_keep_alive_job_lives_from_pending_through_its_steps_to_its_dele
         failed = (await gateway.get(f"{JOBS}/job-1")).json()
         assert (failed["state"], failed["status"]) == ("JOB_STATE_FAILED", {"code": "INTERNAL", "message": "the ranks were killed"})
         assert failed["completedTime"].endswith("Z")
-        refused = await gateway.post(f"{JOBS}/job-1:executeTrainStep", json={**step, "outputModel": "v3"})
-        assert (refused.status_code, refused.json()["code"]) == (400, 9)
-        assert "JOB_STATE_FAILED: the ranks were killed" in refused.json()["message"]
+        rejected = await gateway.post(f"{JOBS}/job-1:executeTrainStep", json={**step, "outputModel": "v3"})
+        assert (rejected.status_code, rejected.json()["code"]) == (400, 9)
+        assert "JOB_STATE_FAILED: the ranks were killed" in rejected.json()["message"]
 
         resumed = await gateway.post(f"{JOBS}/job-1:resume")
         assert (resumed.status_code, resumed.json()["state"], resumed.json()["steps"]) == (200, "JOB_STATE_RUNNING", 2)
@@ -164,8 +164,8 @@ async def test_a_keep_alive_job_lives_from_pending_through_its_steps_to_its_dele
         assert (gone.status_code, gone.json()["message"]) == (400, "cannot cancel job in state: JOB_STATE_DELETED")
         assert len((await gateway.get(f"{JOBS}/job-1/checkpoints")).json()["checkpoints"]) == 1
 
-        anew = await create(gateway, "job-1", keep_alive())
-        assert (anew.status_code, anew.json()["state"], anew.json()["steps"]) == (200, "JOB_STATE_PENDING", 0)
+        recreated = await create(gateway, "job-1", keep_alive())
+        assert (recreated.status_code, recreated.json()["state"], recreated.json()["steps"]) == (200, "JOB_STATE_PENDING", 0)
         commands = await read_commands(settings)
         assert [type(command) for command in commands] == [CreateModel, DeleteModel, CreateModel]
         assert {command.model_id for command in commands} == {model_id}
@@ -222,8 +222,8 @@ async def test_a_job_of_one_step_is_submitted_with_an_epoch_each_and_ends_comple
     done = (await gateway.get(f"{JOBS}/j1")).json()
     assert (done["state"], done["evaluation"], done["acceleratorSeconds"]) == ("JOB_STATE_COMPLETED", {"reward": 0.5}, {"CPU": "3"})
     assert done["completedTime"] >= done["createTime"]
-    refused = await gateway.post(f"{JOBS}/j1:executeTrainStep", json={"dataset": "d1", "outputModel": "more"})
-    assert (refused.status_code, "made without keepAlive" in refused.json()["message"]) == (400, True)
+    rejected = await gateway.post(f"{JOBS}/j1:executeTrainStep", json={"dataset": "d1", "outputModel": "more"})
+    assert (rejected.status_code, "made without keepAlive" in rejected.json()["message"]) == (400, True)
     assert (await gateway.post(f"{JOBS}/j1:cancel", json={})).json()["message"] == "cannot cancel job in state: JOB_STATE_COMPLETED"
     assert (await gateway.post(f"{JOBS}/j1:resume", json={})).json()["state"] == "JOB_STATE_COMPLETED"
 
@@ -337,8 +337,8 @@ async def test_many_groups_go_into_the_store_and_more_than_allowed_are_rejected(
     async with running(settings) as client:
         await dataset(client, "d1", *(rl_line(f"{n} " + "x" * 2000, [0, 1]) for n in range(16)))
         assert (await create(client, "j1", one_shot())).status_code == 200
-        refused = await create(client, "j2", one_shot(trainingConfig={"baseModel": "tiny", "epochs": 2}))
-        assert (refused.status_code, "30 at most (gateway.max_groups)" in refused.json()["message"]) == (400, True)
+        rejected = await create(client, "j2", one_shot(trainingConfig={"baseModel": "tiny", "epochs": 2}))
+        assert (rejected.status_code, "30 at most (gateway.max_groups)" in rejected.json()["message"]) == (400, True)
         await client.delete(f"{ACCOUNT}/datasets/d1")
         gone = await create(client, "j3", one_shot())
         assert gone.status_code == 404

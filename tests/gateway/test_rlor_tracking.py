@@ -98,8 +98,8 @@ async def test_committed_steps_are_in_the_run_of_a_tracked_job(
         assert (shown["url"], shown["project"]) == ("https://wandb.example/mine/tracked", "mine")
         assert "wandbConfig" not in (await client.get(f"{JOBS}/plain")).json()
         await client.delete(f"{JOBS}/tracked")
-        anew = (await create(client, "tracked", keep_alive(wandbConfig=wandb))).json()
-        assert anew["wandbConfig"]["url"] == ""
+        recreated = (await create(client, "tracked", keep_alive(wandbConfig=wandb))).json()
+        assert recreated["wandbConfig"]["url"] == ""
     ((run, history),) = read_runs(tmp_path / "wandb")
     assert run["project"] == "mine"
     assert run["name"] == "mine"
@@ -153,14 +153,14 @@ async def test_a_fault_of_one_job_affects_no_other_and_no_job_uses_the_gateways_
                 assert made.status_code == 200, made.text
                 await train(client, gate, job_id)
             await until_tracked(settings, len({lane_of(rlor_model_id("default", job_id), gate.view.lanes) for job_id in jobs}))
-            said = {job_id: (await client.get(f"{JOBS}/{job_id}")).json()["status"]["message"] for job_id in jobs}
+            message = {job_id: (await client.get(f"{JOBS}/{job_id}")).json()["status"]["message"] for job_id in jobs}
     assert opened == [key, key]
-    assert "no apiKey" in said["keyless"]
-    assert "embedded null byte?" in said["ill"]
-    assert said["well"] == ""
+    assert "no apiKey" in message["keyless"]
+    assert "embedded null byte?" in message["ill"]
+    assert message["well"] == ""
 
 
 async def test_invalid_names_of_runs_are_rejected(gateway: httpx.AsyncClient) -> None:
     for field, value in (("project", "a\x00b"), ("entity", "a/b"), ("runId", "a\nb"), ("apiKey", "k\x00")):
-        refused = await create(gateway, "j", keep_alive(wandbConfig={"enabled": True, field: value}))
-        assert (refused.status_code, f"wandbConfig.{field}" in refused.text) == (400, True), refused.text
+        rejected = await create(gateway, "j", keep_alive(wandbConfig={"enabled": True, field: value}))
+        assert (rejected.status_code, f"wandbConfig.{field}" in rejected.text) == (400, True), rejected.text

@@ -168,8 +168,8 @@ def read_s3_lines(url: str, access: S3Settings) -> Iterator[bytes]:
         for key in keys:
             yield from _stored_lines(store, key)
     except (StoreError, DatasetFaultError) as error:
-        said = f"dataset: {url} can't be read with the job's awsS3Config: {error}"
-        raise ProblemError(400, said, code=FAILED_PRECONDITION) from None
+        message = f"dataset: {url} can't be read with the job's awsS3Config: {error}"
+        raise ProblemError(400, message, code=FAILED_PRECONDITION) from None
 
 
 def _stored_lines(store: ObjectStore, key: str, sha256: str | None = None) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ Limitations: only the first fault is named; brackets and commas inside texts cou
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -51,21 +51,32 @@ class _Example(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
 
-class RlSample(_Example):
-    """One answer to a prompt: its conversation and its scores. Other keys are allowed."""
+class ChatLine(_Example):
+    """A line of format CHAT: a conversation to imitate."""
 
     messages: list[Message] = Field(min_length=1)
-    evals: dict[str, Any] | None = None
     tools: list[Tool] | None = None
 
     @model_validator(mode="after")
-    def _is_trainable(self) -> "RlSample":
-        _check_assistant_last(self.messages)
+    def _is_trainable(self) -> Self:
+        role = self.messages[-1].role
+        if role != "assistant":
+            raise ValueError(f"messages: the last one is of {role}: the answer to train on, of assistant, must be the last")
+        return self
+
+
+class RlSample(ChatLine):
+    """One answer to a prompt: its conversation and its scores. Other keys are allowed."""
+
+    evals: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_metrics(self) -> Self:
         for name, value in (self.evals or {}).items():
             if not _is_number(value):
                 raise ValueError(f"evals.{name}: a metric is a JSON number, not {type(value).__name__}")
         if not self.metrics:
-            raise ValueError('no metric: give numbers in `evals`, such as {"score": 0.5}, or beside `messages`')
+            raise ValueError('no metric: give numbers in `evals`, such as {"score": 0.5}, or next to `messages`')
         return self
 
     @property
@@ -79,18 +90,6 @@ class RlLine(_Example):
     """A line of format RL: the answers to one prompt."""
 
     samples: list[RlSample] = Field(min_length=2)
-
-
-class ChatLine(_Example):
-    """A line of format CHAT: a conversation to imitate."""
-
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
-
-    @model_validator(mode="after")
-    def _is_trainable(self) -> "ChatLine":
-        _check_assistant_last(self.messages)
-        return self
 
 
 class CompletionLine(_Example):
@@ -155,11 +154,6 @@ def _parse(line: Line) -> Any:  # noqa: ANN401 - raw JSON
     except CodecError as error:
         cut_off = "" if line.ended else ". It is the last line, and has no line end: was the file cut off?"
         raise DatasetFaultError(f"line {line.number}: {error}{cut_off}") from error
-
-
-def _check_assistant_last(messages: list[Message]) -> None:
-    if messages[-1].role != "assistant":
-        raise ValueError(f"messages: the last one is of {messages[-1].role}: the answer to train on, of assistant, must be the last")
 
 
 def _is_number(value: object) -> bool:

@@ -156,8 +156,8 @@ async def delete_deployment(
     found = find_deployment(tables, account, deployment)
     loaded = [one.name for one in find_deployed_models(tables, account, deployment=deployment) if one.state != "UNDEPLOYING"]
     if loaded and not ignore_checks:
-        said = f"{found.name} has models loaded, {loaded[0]} among them: delete them first, or say ignoreChecks=true"
-        raise ProblemError(400, said, code=FAILED_PRECONDITION)
+        message = f"{found.name} has models loaded, {loaded[0]} among them: delete them first, or set ignoreChecks=true"
+        raise ProblemError(400, message, code=FAILED_PRECONDITION)
     models = records_under(tables, deployed_model_key(account, ""), DeployedModel)
     model_keys = [deployed_model_key(account, model.id) for model in models if model.deployment == deployment]
     key = deployment_key(account, deployment)

@@ -105,8 +105,8 @@ def warm_start(tables: Tables, account: str, name: str) -> WarmStart:
             raise ProblemError(400, f"{field}: {model} is not READY: its step is {view.state}", code=FAILED_PRECONDITION)
         raise ProblemError(400, f"{field}: {model} has no weights: its step was not committed", code=FAILED_PRECONDITION)
     if not isinstance(job, RlorJob) or job.created_at > alias.created_at or model_view is None:
-        said = f"{field}: the job that made {model} was deleted and created again: its settings are no longer known"
-        raise ProblemError(400, said, code=FAILED_PRECONDITION)
+        message = f"{field}: the job that made {model} was deleted and created again: its settings are no longer known"
+        raise ProblemError(400, message, code=FAILED_PRECONDITION)
     original = JobFields.model_validate(job.request).training_config
     if not original.lora_rank:
         raise ProblemError(400, f"{field}: {model} has no adapter (loraRank is 0): a warm start continues an adapter")

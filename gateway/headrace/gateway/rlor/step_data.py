@@ -60,8 +60,8 @@ class StepData:
         if url is None:
             return read_lines(self.store, dataset.files)
         if self.s3 is None:
-            said = f"{dataset.name} is in {url}: give awsS3Config.credentialsSecret with the job"
-            raise ProblemError(400, said, code=FAILED_PRECONDITION)
+            message = f"{dataset.name} is in {url}: give awsS3Config.credentialsSecret with the job"
+            raise ProblemError(400, message, code=FAILED_PRECONDITION)
         return read_s3_lines(url, self.s3)
 
     def groups(self, dataset: Dataset) -> Iterator[tuple[bytes, TrajectoryGroup]]:
