@@ -1,8 +1,7 @@
 """The real `fireworks-ai` client, and its training SDK, against a gateway, a worker and an engine.
 
-Run by `test_fireworks.py` in an environment of its own, with the address, a key, its account and the name of a base model. Prints a
-line for each thing that held, and ends with status 1 at the first that did not. Not a word of the client is changed; it validates every
-answer strictly.
+Run by `test_fireworks.py` in an environment of its own, with the address, a key, its account and the name of a base model. Prints a line
+for each check that held, and ends with status 1 at the first that did not. The client is unmodified and validates every answer strictly.
 """
 
 import json
@@ -38,7 +37,7 @@ def name(kind: str, of: str) -> str:
 
 
 def until(what: str, look: Callable[[], Found], enough: Callable[[Found], bool], seconds: float = 120) -> Found:
-    """Ask again until it is so, as every client of a job does."""
+    """Poll until the value is as expected, as every client of a job does."""
     ends = time.monotonic() + seconds
     while not enough(found := look()):
         assert time.monotonic() < ends, f"{what}: not within {seconds} s: {found}"
@@ -46,7 +45,7 @@ def until(what: str, look: Callable[[], Found], enough: Callable[[Found], bool],
     return found
 
 
-def refused(kind: type[Exception], ask: Callable[[], object], *said: str) -> None:
+def rejected(kind: type[Exception], ask: Callable[[], object], *said: str) -> None:
     found: Exception | None = None
     try:
         ask()
@@ -71,7 +70,7 @@ def until_over(api: Fireworks, job: str) -> Any:
 
 
 def rollouts(step: int) -> bytes:
-    """A dataset of one step: every prompt with its answers, of which one is worth something."""
+    """A dataset of one step: every prompt with its answers, one of which has a reward."""
     lines = []
     for prompt in PROMPTS:
         samples = [
@@ -101,7 +100,7 @@ def upload(api: Fireworks, dataset: str, content: bytes) -> None:
 
 def keeps_a_job_alive_over_steps(api: Fireworks) -> None:
     steps = api.reinforcement_fine_tuning_steps
-    refused(fireworks.NotFoundError, lambda: steps.delete("keep"), "404")
+    rejected(fireworks.NotFoundError, lambda: steps.delete("keep"), "404")
     made = steps.create(
         rlor_trainer_job_id="keep",
         display_name="kept alive",
@@ -117,7 +116,7 @@ def keeps_a_job_alive_over_steps(api: Fireworks) -> None:
     )
     assert made.name == name("rlorTrainerJobs", "keep"), made
     assert made.state in {"JOB_STATE_PENDING", "JOB_STATE_RUNNING"}, made
-    refused(
+    rejected(
         fireworks.ConflictError,
         lambda: steps.create(rlor_trainer_job_id="keep", keep_alive=True, training_config={"base_model": BASE_MODEL}),
         "exists",
@@ -128,7 +127,7 @@ def keeps_a_job_alive_over_steps(api: Fireworks) -> None:
     for step in range(STEPS):
         dataset, model = f"rollouts-{step}", f"keep-{step}"
         upload(api, dataset, rollouts(step))
-        refused(fireworks.NotFoundError, lambda model=model: api.models.get(model), "404")
+        rejected(fireworks.NotFoundError, lambda model=model: api.models.get(model), "404")
         steps.execute("keep", dataset=name("datasets", dataset), output_model=name("models", model))
         ready = until("the model", lambda model=model: model_of(api, model), lambda found: found is not None and found.state == "READY")
         assert ready is not None
@@ -139,20 +138,20 @@ def keeps_a_job_alive_over_steps(api: Fireworks) -> None:
         assert job.job_progress is not None
         assert job.job_progress.percent == 100, job
         api.datasets.delete(dataset)
-        refused(fireworks.NotFoundError, lambda dataset=dataset: api.datasets.get(dataset), "404")
+        rejected(fireworks.NotFoundError, lambda dataset=dataset: api.datasets.get(dataset), "404")
     assert job.accelerator_seconds, job
     held(f"{STEPS} steps: upload, executeTrainStep, the model READY")
-    refused(
+    rejected(
         fireworks.ConflictError,
         lambda: steps.execute("keep", dataset=name("datasets", "rollouts-0"), output_model=name("models", "keep-0")),
         "exists",
     )
-    refused(
+    rejected(
         fireworks.NotFoundError, lambda: steps.execute("keep", dataset="rollouts-0", output_model="keep-9"), "rollouts-0 does not exist"
     )
 
 
-def asks_all_there_is_of_a_job(api: Fireworks) -> None:
+def lists_cancels_resumes_and_deletes_jobs(api: Fireworks) -> None:
     steps = api.reinforcement_fine_tuning_steps
     for n in range(3):
         steps.create(rlor_trainer_job_id=f"list-{n}", keep_alive=True, training_config={"base_model": BASE_MODEL})
@@ -177,17 +176,17 @@ def asks_all_there_is_of_a_job(api: Fireworks) -> None:
         return lambda: steps.create(**more)
 
     base = {"base_model": BASE_MODEL}
-    refused(fireworks.BadRequestError, create(), "exactly one says what to begin with")
-    refused(fireworks.BadRequestError, create(keep_alive=True, training_config={**base, "lora_rank": 5}), "loraRank")
+    rejected(fireworks.BadRequestError, create(), "exactly one says what to begin with")
+    rejected(fireworks.BadRequestError, create(keep_alive=True, training_config={**base, "lora_rank": 5}), "loraRank")
     loss: Any = {"method": "DAPO", "kl_beta": 0.1}
-    refused(fireworks.BadRequestError, create(keep_alive=True, training_config=base, loss_config=loss), "loss_config.kl_beta must be 0")
+    rejected(fireworks.BadRequestError, create(keep_alive=True, training_config=base, loss_config=loss), "loss_config.kl_beta must be 0")
     began = time.monotonic()
-    refused(fireworks.InternalServerError, create(service_mode=True, training_config={**base, "lora_rank": 0}), "501")
+    rejected(fireworks.InternalServerError, create(service_mode=True, training_config={**base, "lora_rank": 0}), "501")
     assert time.monotonic() - began < 5, "501 was tried again"
-    held("what is refused comes as the client's own errors, without retries")
+    held("rejections are the client's own errors, without retries")
 
 
-def runs_a_job_of_one_step_and_goes_on_from_it(api: Fireworks) -> None:
+def runs_a_job_of_one_step_and_continues_from_it(api: Fireworks) -> None:
     steps = api.reinforcement_fine_tuning_steps
     upload(api, "shots", rollouts(0))
     config: Any = {
@@ -224,7 +223,7 @@ def runs_a_job_of_one_step_and_goes_on_from_it(api: Fireworks) -> None:
     assert done.state == "JOB_STATE_COMPLETED", done
     assert done.training_config.epochs == 2, done
     assert api.models.get("shot-2").state == "READY"
-    held("the next one goes on from it")
+    held("the next one continues from it")
 
 
 def scores_without_training_and_trains_against_it(api: Fireworks) -> None:
@@ -246,7 +245,7 @@ def scores_without_training_and_trains_against_it(api: Fireworks) -> None:
 def speaks_with_the_training_sdk(api: Fireworks) -> None:
     manager = TrainerJobManager(api_key=KEY, base_url=ADDRESS)
     assert manager.account_id == ACCOUNT
-    assert manager.try_get("nobody") is None
+    assert manager.try_get("missing") is None
     assert manager.get("keep")["state"] == "JOB_STATE_RUNNING"
     rows = manager.list_checkpoints("keep")
     assert [row["name"] for row in rows] == [f"{name('rlorTrainerJobs', 'keep')}/checkpoints/keep-v{n + 1}" for n in range(STEPS)], rows
@@ -257,14 +256,14 @@ def speaks_with_the_training_sdk(api: Fireworks) -> None:
     assert api.models.get("best").state == "READY"
     held("the training SDK lists and promotes checkpoints")
     service = TrainerJobConfig(base_model=base, max_context_length=64, accelerator_type="NVIDIA_H100_80GB")
-    refused(Exception, lambda: manager.create(service), "serviceMode is not built yet")
-    held("its service mode is refused at once, with the reason")
+    rejected(Exception, lambda: manager.create(service), "serviceMode is not built yet")
+    held("its service mode is rejected at once, with the reason")
 
 
 def speaks_with_either_client(api: Fireworks) -> None:
-    wrong = Fireworks(api_key="nobody", account_id=ACCOUNT, base_url=ADDRESS, max_retries=0)
-    refused(fireworks.AuthenticationError, wrong.reinforcement_fine_tuning_steps.list, "401")
-    refused(fireworks.NotFoundError, lambda: api.reinforcement_fine_tuning_steps.list(account_id="other"), "404")
+    wrong = Fireworks(api_key="wrong", account_id=ACCOUNT, base_url=ADDRESS, max_retries=0)
+    rejected(fireworks.AuthenticationError, wrong.reinforcement_fine_tuning_steps.list, "401")
+    rejected(fireworks.NotFoundError, lambda: api.reinforcement_fine_tuning_steps.list(account_id="other"), "404")
     held("keys and accounts")
 
 
@@ -272,8 +271,8 @@ def main() -> None:
     api = client()
     speaks_with_either_client(api)
     keeps_a_job_alive_over_steps(api)
-    asks_all_there_is_of_a_job(api)
-    runs_a_job_of_one_step_and_goes_on_from_it(api)
+    lists_cancels_resumes_and_deletes_jobs(api)
+    runs_a_job_of_one_step_and_continues_from_it(api)
     scores_without_training_and_trains_against_it(api)
     speaks_with_the_training_sdk(api)
     api.reinforcement_fine_tuning_steps.delete("keep")

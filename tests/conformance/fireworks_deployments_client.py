@@ -1,6 +1,6 @@
 """The `fireworks-ai` client and its training SDK's deployment manager, unmodified, against a gateway, a worker and an engine of `dep-1`.
 
-Run by `test_fireworks_deployments.py` in an environment of its own, with the address and a key. Prints a line for each thing that held, and
+Run by `test_fireworks_deployments.py` in an environment of its own, with the address and a key. Prints a line for each check that held, and
 ends with status 1 at the first that did not.
 """
 
@@ -125,7 +125,7 @@ def loads_a_lora(api: Fireworks) -> None:
     held("it answers by its own name and by its deployment's")
     api.lora.unload(at)
     until("the adapter", lambda: [one.state for one in api.lora.list()], lambda states: states == [])
-    held("it is taken away again")
+    held("it is unloaded again")
 
 
 def hot_loads_a_snapshot(api: Fireworks, manager: DeploymentManager) -> None:

@@ -1,4 +1,4 @@
-"""The page of the RLOR API names every field and every state."""
+"""The page of the RLOR API names every field, state and call."""
 
 import re
 from pathlib import Path
@@ -6,8 +6,7 @@ from pathlib import Path
 from pydantic.alias_generators import to_camel
 
 from headrace.gateway.rlor.job_fields import WITHOUT_EFFECT, JobFields, TrainingConfig
-from headrace.gateway.rlor.job_verbs import router as verbs
-from headrace.gateway.rlor.jobs import router as jobs
+from headrace.gateway.rlor.jobs import router
 from headrace.schemas.jobs import JobState
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rlor.md").read_text()
@@ -27,6 +26,6 @@ def test_every_state_that_is_shown_is_in_the_table_and_no_other():
 
 
 def test_every_call_is_in_the_table():
-    for route in (*jobs.routes, *verbs.routes):
+    for route in router.routes:
         path = getattr(route, "path", "")
         assert path.rpartition(":" if ":" in path else "/")[2].strip("{}_id") in PAGE, path

@@ -13,7 +13,7 @@ from tests.poison import write_poison
 from headrace.core.lanes import lane_of
 from headrace.core.topic_admin import apply
 from headrace.gateway.gate import Gate
-from headrace.gateway.rlor.names import rlor_model_id
+from headrace.gateway.rlor.resources import rlor_model_id
 from headrace.schemas import topics
 from headrace.schemas.deployments import deployment_key
 from headrace.schemas.rlor import RlorJob, rlor_job_key

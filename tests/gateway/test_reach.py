@@ -17,7 +17,7 @@ from headrace.core.settings import S3Settings, Settings
 from headrace.core.store import ObjectStore, open_store
 from headrace.core.topic_admin import apply
 from headrace.gateway.log_writer import sealed
-from headrace.gateway.rlor.names import rlor_model_id
+from headrace.gateway.rlor.resources import rlor_model_id
 from headrace.gateway.tokens import create_token
 from headrace.schemas.gateway import DeletedCheckpoint, checkpoint_key
 

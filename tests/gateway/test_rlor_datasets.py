@@ -1,4 +1,4 @@
-"""Datasets over HTTP: what is taken, what is refused and why, and what is left in the store."""
+"""Datasets over HTTP: accepted and rejected files, with the reason, and the objects left in the store."""
 
 import asyncio
 from pathlib import Path
@@ -13,8 +13,7 @@ from headrace.core.store import ObjectNotFoundError, open_store
 from headrace.core.store.keys import STORE_FILE
 from headrace.core.topic_admin import apply
 from headrace.gateway.log_view import LogView
-from headrace.gateway.rlor.dataset_facts import find_dataset
-from headrace.gateway.rlor.dataset_files import lines_of
+from headrace.gateway.rlor.dataset_files import find_dataset, read_lines
 from headrace.gateway.tokens import create_token
 
 DATASETS = "/v1/accounts/default/datasets"
@@ -42,7 +41,7 @@ def stored(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "store").rglob("*") if path.is_file() and path.name != STORE_FILE)
 
 
-async def test_a_dataset_is_made_uploaded_read_and_deleted(gateway: httpx.AsyncClient, settings: Settings, tmp_path: Path):
+async def test_a_dataset_is_created_uploaded_read_and_deleted(gateway: httpx.AsyncClient, settings: Settings, tmp_path: Path):
     made = (await create(gateway, "d1")).json()
     assert made["name"] == "accounts/default/datasets/d1"
     assert (made["state"], made["exampleCount"], made["format"], made["userUploaded"]) == ("UPLOADING", "2", "RL", {})
@@ -96,18 +95,18 @@ BAD: list[tuple[str, bytes, str]] = [
 ]
 
 
-async def test_a_file_that_can_not_be_is_refused_with_its_line_and_leaves_nothing(gateway: httpx.AsyncClient, tmp_path: Path):
-    for number, (kind, content, said) in enumerate(BAD):
+async def test_an_invalid_file_is_rejected_with_its_line_and_leaves_nothing(gateway: httpx.AsyncClient, tmp_path: Path):
+    for number, (kind, content, message) in enumerate(BAD):
         assert (await create(gateway, f"bad-{number}", kind)).status_code == 200
-        refused = await upload(gateway, f"bad-{number}", content)
-        assert refused.status_code == 400
-        assert said in refused.json()["message"], refused.json()
+        rejected = await upload(gateway, f"bad-{number}", content)
+        assert rejected.status_code == 400
+        assert message in rejected.json()["message"], rejected.json()
         assert stored(tmp_path) == []
         shown = (await gateway.get(f"{DATASETS}/bad-{number}")).json()
-        assert (shown["state"], shown["status"]) == ("UPLOADING", {"code": "INVALID_ARGUMENT", "message": refused.json()["message"]})
+        assert (shown["state"], shown["status"]) == ("UPLOADING", {"code": "INVALID_ARGUMENT", "message": rejected.json()["message"]})
 
 
-async def test_a_format_that_is_not_declared_is_that_of_the_first_line(gateway: httpx.AsyncClient):
+async def test_an_undeclared_format_is_that_of_the_first_line(gateway: httpx.AsyncClient):
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     lines = {"RL": rl_line(0, 1), "CHAT": orjson.dumps({"messages": talk}), "COMPLETION": b'{"prompt": "a", "completion": "b"}'}
     for kind, line in lines.items():
@@ -116,7 +115,7 @@ async def test_a_format_that_is_not_declared_is_that_of_the_first_line(gateway: 
         assert (await gateway.get(f"{DATASETS}/{kind.lower()}")).json()["format"] == kind
 
 
-async def test_files_come_by_signed_addresses_without_a_key(kafka: str, topic_prefix: str, tmp_path: Path):
+async def test_signed_addresses_accept_files_without_a_key(kafka: str, topic_prefix: str, tmp_path: Path):
     _, key = create_token(tmp_path / "tokens", account="default", owner="ada@example.org")
     settings = gateway_settings(kafka, topic_prefix, tmp_path, tokens_file=tmp_path / "tokens", secrets_key="s" * 32)
     await apply(settings)
@@ -142,7 +141,7 @@ async def test_files_come_by_signed_addresses_without_a_key(kafka: str, topic_pr
         await client.aclose()
 
 
-async def test_lines_are_those_that_were_uploaded_file_by_file(settings: Settings):
+async def test_lines_are_read_as_they_were_uploaded_file_by_file(settings: Settings):
     async with running(settings) as client:
         await create(client, "d")
         for name, lines in {"2.jsonl": GOOD, "1.jsonl": b"\n" + rl_line(1, 1)}.items():
@@ -153,10 +152,10 @@ async def test_lines_are_those_that_were_uploaded_file_by_file(settings: Setting
         async with LogView(settings) as view:
             found = find_dataset(view.tables, "default", "d")
         store = open_store(settings.store.url, settings.s3)
-        assert list(lines_of(store, found.files)) == [rl_line(1, 1), rl_line(0, 1), rl_line(1, 0)]
+        assert list(read_lines(store, found.files)) == [rl_line(1, 1), rl_line(0, 1), rl_line(1, 0)]
         await client.delete(f"{DATASETS}/d")
         with pytest.raises(ObjectNotFoundError):
-            list(lines_of(store, found.files))
+            list(read_lines(store, found.files))
 
 
 async def test_an_upload_that_breaks_off_leaves_nothing(gateway: httpx.AsyncClient, tmp_path: Path):
@@ -172,8 +171,8 @@ async def test_an_upload_that_breaks_off_leaves_nothing(gateway: httpx.AsyncClie
     await writer.wait_closed()
     assert await reader.read() == b""
     cut = b"--x\r\n" + part.partition(b"\r\n")[2]  # it has its length, and no end of the part
-    refused = await gateway.post(f"{DATASETS}/d:upload", content=cut, headers={"content-type": "multipart/form-data; boundary=x"})
-    assert refused.status_code == 400
+    rejected = await gateway.post(f"{DATASETS}/d:upload", content=cut, headers={"content-type": "multipart/form-data; boundary=x"})
+    assert rejected.status_code == 400
     assert (await gateway.get(f"{DATASETS}/d")).json()["state"] == "UPLOADING"
     assert stored(tmp_path) == []
 
@@ -191,9 +190,9 @@ async def test_datasets_are_listed_by_name_page_by_page(gateway: httpx.AsyncClie
     assert (await gateway.get(DATASETS, params={"pageToken": "zz"})).status_code == 400
 
 
-async def test_what_is_not_built_says_so_and_other_accounts_are_not_there(gateway: httpx.AsyncClient):
+async def test_missing_features_are_501_and_other_accounts_404(gateway: httpx.AsyncClient):
     for url in ("gs://b/x", "https://b/x"):
-        refused = await create(gateway, "d", externalUrl=url)
-        assert (refused.status_code, refused.json()["code"], refused.headers["x-should-retry"]) == (501, 12, "false")
+        rejected = await create(gateway, "d", externalUrl=url)
+        assert (rejected.status_code, rejected.json()["code"], rejected.headers["x-should-retry"]) == (501, 12, "false")
     assert (await gateway.get("/v1/accounts/other/datasets")).status_code == 404
     assert (await gateway.post(f"{DATASETS}/none:upload", files={"file": ("d", GOOD)})).status_code == 404

@@ -1,4 +1,4 @@
-"""Models, deployments, models on them and hot load over HTTP: what is shown follows what workers and engines say."""
+"""Models, deployments, models on them and hot load over HTTP: the answers follow the reports of workers and engines."""
 
 from collections.abc import AsyncIterator
 
@@ -11,7 +11,7 @@ from tests.gateway.rlor_calls import ACCOUNT, JOBS, create, dataset, keep_alive
 from headrace.core.settings import Settings
 from headrace.gateway.gate import Gate
 from headrace.gateway.log_writer import sealed
-from headrace.gateway.rlor.names import rlor_model_id
+from headrace.gateway.rlor.resources import rlor_model_id
 from headrace.schemas.deployments import DeployedModel, DeploymentFact, HotLoad, deployment_key
 from headrace.schemas.jobs import JobState
 from headrace.schemas.rlor import RlorJob, rlor_job_key
@@ -53,7 +53,7 @@ async def begin_job(client: httpx.AsyncClient, gate: Gate, job: str, **more: obj
     return (await LaneDouble(gate).take_up(rlor_model_id("default", job))).incarnation
 
 
-async def test_a_model_goes_from_not_there_over_uploading_to_ready_and_is_deleted(gateway: httpx.AsyncClient, gate: Gate):
+async def test_a_model_is_missing_then_uploading_then_ready_then_deleted(gateway: httpx.AsyncClient, gate: Gate):
     lane = LaneDouble(gate)
     await begin_job(gateway, gate, "job-1")
     training = await begin_step(gateway, gate, "job-1", "m1")
@@ -79,13 +79,13 @@ async def test_a_model_goes_from_not_there_over_uploading_to_ready_and_is_delete
     assert (await gateway.delete(f"{MODELS}/m1")).status_code == 404
 
 
-async def test_base_models_of_the_catalogue_are_there_under_any_account(gateway: httpx.AsyncClient):
+async def test_base_models_of_the_catalogue_exist_under_any_account(gateway: httpx.AsyncClient):
     found = (await gateway.get("/v1/accounts/fireworks/models/tiny")).json()
     assert (found["kind"], found["state"], found["tunable"]) == ("HF_BASE_MODEL", "READY", True)
     assert (await gateway.get("/v1/accounts/fireworks/models/other")).status_code == 404
 
 
-async def test_a_deployment_is_ready_when_an_engine_of_it_says_so(gateway: httpx.AsyncClient, gate: Gate):
+async def test_a_deployment_is_ready_when_one_of_its_engines_reports_it(gateway: httpx.AsyncClient, gate: Gate):
     engine = EngineDouble(gate, "e1", "dep-1")
     asked = {"hotLoadBucketType": "FW_HOSTED", "hotLoadTransitionType": "SYNC", "forTraining": True, "description": "d", "zz": 1}
     made = (await deploy(gateway, "dep-1", **asked, acceleratorType="NVIDIA_H100_80GB")).json()
@@ -109,7 +109,7 @@ async def test_a_deployment_is_ready_when_an_engine_of_it_says_so(gateway: httpx
     assert (await gateway.delete(f"{DEPLOYMENTS}/dep-1")).status_code == 404
 
 
-async def test_a_deployment_that_another_account_has_is_neither_made_nor_named(gateway: httpx.AsyncClient, gate: Gate, settings: Settings):
+async def test_a_deployment_of_another_account_can_be_neither_created_nor_named(gateway: httpx.AsyncClient, gate: Gate, settings: Settings):
     theirs = DeploymentFact(account="umbrella", id="dep-1", owner="eve", base_model="tiny", request={"baseModel": "tiny"})
     key = deployment_key("umbrella", "dep-1")
     await gate.writer.commit([sealed(theirs, topic=settings.topic_names.gateway, key=key)], is_in=lambda: key in gate.view.tables.facts)
@@ -120,7 +120,7 @@ async def test_a_deployment_that_another_account_has_is_neither_made_nor_named(g
     assert (await gateway.get(f"{DEPLOYMENTS}/dep-1")).status_code == 404
 
 
-async def test_a_step_is_refused_when_the_id_of_its_jobs_deployment_has_become_another_accounts(
+async def test_a_step_is_rejected_when_another_account_took_the_id_of_its_jobs_deployment(
     gateway: httpx.AsyncClient, gate: Gate, settings: Settings
 ):
     await begin_job(gateway, gate, "mine", rolloutDeploymentName="free")
@@ -131,8 +131,8 @@ async def test_a_step_is_refused_when_the_id_of_its_jobs_deployment_has_become_a
     training = (await gate.view.fresh()).facts[rlor_job_key("default", "mine")].step.training_jobs[-1]  # type: ignore[attr-defined]
     await LaneDouble(gate).train(training)
     body = {"dataset": "accounts/default/datasets/d1", "outputModel": "accounts/default/models/second"}
-    refused = await gateway.post(f"{JOBS}/mine:executeTrainStep", json=body)
-    assert (refused.status_code, "deployments/free" in refused.json()["message"]) == (400, True)
+    rejected = await gateway.post(f"{JOBS}/mine:executeTrainStep", json=body)
+    assert (rejected.status_code, "deployments/free" in rejected.json()["message"]) == (400, True)
 
 
 async def test_a_job_warns_of_deployments_that_do_not_exist_until_they_are_created(gateway: httpx.AsyncClient):
@@ -161,10 +161,10 @@ async def test_a_deployment_has_a_bucket_of_its_own_or_its_trainers(gateway: htt
         ({"directRouteApiKeys": ["k"]}, "directRouteApiKeys"),
         ({"hotLoadTransitionType": "NOW"}, "hotLoadTransitionType"),
     ]
-    for fields, said in wrong:
-        refused = await deploy(gateway, "dep-1", **fields)
-        assert refused.status_code in {400, 404}, fields
-        assert said in refused.json()["message"], refused.json()
+    for fields, message in wrong:
+        rejected = await deploy(gateway, "dep-1", **fields)
+        assert rejected.status_code in {400, 404}, fields
+        assert message in rejected.json()["message"], rejected.json()
     assert (await deploy(gateway, "dep-1")).status_code == 200
     attached = await gateway.patch(
         f"{DEPLOYMENTS}/dep-1", params={"updateMask": "hot_load_trainer_job"}, json={"hotLoadTrainerJob": trainer.replace("own", "free")}
@@ -184,7 +184,7 @@ async def test_a_deployment_has_a_bucket_of_its_own_or_its_trainers(gateway: htt
     assert (await gateway.patch(f"{DEPLOYMENTS}/dep-1", params={"updateMask": "no_field"}, json={})).status_code == 400
 
 
-async def test_a_model_is_loaded_on_a_deployment_and_taken_away_again(gateway: httpx.AsyncClient, gate: Gate):
+async def test_a_model_is_loaded_on_a_deployment_and_unloaded_again(gateway: httpx.AsyncClient, gate: Gate):
     lane, engine, model_id = LaneDouble(gate), EngineDouble(gate, "e1", "dep-1"), rlor_model_id("default", "job-1")
     await deploy(gateway, "dep-1", enableHotReloadLatestAddon=True)
     incarnation = await begin_job(gateway, gate, "job-1")
@@ -225,7 +225,7 @@ async def test_a_model_is_loaded_on_a_deployment_and_taken_away_again(gateway: h
     assert (await gateway.delete(path)).status_code == 404
 
 
-async def test_each_engine_shows_its_snapshot_and_the_one_it_is_asked_for(gateway: httpx.AsyncClient, gate: Gate):
+async def test_each_engine_shows_its_snapshot_and_the_requested_one(gateway: httpx.AsyncClient, gate: Gate):
     lane, model_id = LaneDouble(gate), rlor_model_id("default", "job-1")
     one, two = EngineDouble(gate, "e1", "dep-1"), EngineDouble(gate, "e2", "dep-1")
     await deploy(gateway, "dep-1")
@@ -281,13 +281,13 @@ async def test_inference_knows_models_by_their_names_and_by_their_deployments(ga
     assert (early[0], "has not begun" in early[1]) == (404, True)
     for name in ("accounts/other/models/m1", "accounts/default/models/none", "accounts/default/deployments/none", "accounts/default/m1"):
         assert (await asked(name))[0] == 404, name
-    # Without an engine there is nobody to ask, which is another thing than a name that nobody knows.
+    # Without an engine the answer is another one than for an unknown name.
     await LaneDouble(gate).train(training)
     for name in ("accounts/default/models/m1", "accounts/default/deployments/dep-1", "accounts/fireworks/models/tiny"):
         assert (await asked(name))[0] == 503, name
 
 
-async def test_wrong_hot_loads_are_refused_with_what_is_wrong(gateway: httpx.AsyncClient):
+async def test_wrong_hot_loads_are_rejected_with_the_fault(gateway: httpx.AsyncClient):
     await deploy(gateway, "dep-1")
     await deploy(gateway, "dep-2", enableHotLoad=False)
     wrong: list[tuple[dict[str, object], dict[str, str], int, str]] = [
@@ -300,8 +300,8 @@ async def test_wrong_hot_loads_are_refused_with_what_is_wrong(gateway: httpx.Asy
         ({"identity": "a"}, {"fireworks-deployment": "accounts/other/deployments/dep-1"}, 404, "another account"),
         ({"identity": "a"}, {"fireworks-deployment": "accounts/default/deployments/dep-2"}, 400, "enableHotLoad"),
     ]
-    for body, headers, status, said in wrong:
+    for body, headers, status, message in wrong:
         for path in (HOT_LOAD, "/v1/models/hot_load"):
-            refused = await gateway.post(path, headers=headers, json=body)
-            assert refused.status_code == status, refused.text
-            assert said in refused.json()["message"], refused.text
+            rejected = await gateway.post(path, headers=headers, json=body)
+            assert rejected.status_code == status, rejected.text
+            assert message in rejected.json()["message"], rejected.text

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.gateway.rlor.field_paths import UnknownFieldError, path_of
-from headrace.gateway.rlor.filters import FilterError, parse_filter
-from headrace.gateway.rlor.shown_job import RlorTrainerJob
+from headrace.gateway.problems import ProblemError
+from headrace.gateway.rlor.field_paths import field_path
+from headrace.gateway.rlor.filters import parse_filter
+from headrace.gateway.rlor.job_status import RlorTrainerJob
 
 JOB: dict[str, Any] = {
     "name": "accounts/a/rlorTrainerJobs/one",
@@ -26,7 +27,7 @@ JOB: dict[str, Any] = {
 
 
 def holds(expression: str, job: dict[str, Any] = JOB) -> bool:
-    return parse_filter(expression, lambda text: path_of(RlorTrainerJob, text))(job)
+    return parse_filter(expression, RlorTrainerJob)(job)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def holds(expression: str, job: dict[str, Any] = JOB) -> bool:
         'completed_time != "2026-01-01T00:00:00Z"',
     ],
 )
-def test_what_holds(expression: str):
+def test_filters_that_match(expression: str):
     assert holds(expression)
 
 
@@ -64,12 +65,12 @@ def test_what_holds(expression: str):
         "node_count = 1 AND node_count = 1 OR node_count = 2",
     ],
 )
-def test_what_does_not_hold(expression: str):
+def test_filters_that_do_not_match(expression: str):
     assert not holds(expression)
 
 
 @pytest.mark.parametrize(
-    ("expression", "said"),
+    ("expression", "message"),
     [
         ("sate = 1", "position 1: 'sate': the resource has no field 'sate'; there are"),
         ("state =", "position 8: a value after '=' is needed, not the end"),
@@ -84,15 +85,15 @@ def test_what_does_not_hold(expression: str):
         ("(" * 5000, "4096 at most"),
     ],
 )
-def test_what_is_not_understood_is_named_with_its_place(expression: str, said: str):
-    with pytest.raises(FilterError) as refused:
+def test_invalid_filters_are_rejected_with_the_position(expression: str, message: str):
+    with pytest.raises(ProblemError) as rejected:
         holds(expression)
-    assert said in str(refused.value)
+    assert message in str(rejected.value)
 
 
 @given(st.text(alphabet="ab_. =\"'\\()<>!-*0128sTZ:ANDORNOTstate", max_size=60))
-def test_any_text_is_a_filter_or_is_refused(expression: str):
-    with contextlib.suppress(FilterError):
+def test_any_text_is_a_filter_or_is_rejected(expression: str):
+    with contextlib.suppress(ProblemError):
         holds(expression)
 
 
@@ -102,8 +103,8 @@ def test_any_text_in_quotes_equals_itself(text: str):
     assert holds(f'display_name = "{quoted}"', {"displayName": text})
 
 
-def test_a_path_may_be_written_in_both_cases_and_no_other_field_is_taken():
-    assert path_of(RlorTrainerJob, "aws_s3_config.iam_role_arn") == path_of(RlorTrainerJob, "awsS3Config.iamRoleArn")
+def test_a_path_can_be_written_in_both_cases_and_unknown_fields_are_rejected():
+    assert field_path(RlorTrainerJob, "aws_s3_config.iam_role_arn", "") == field_path(RlorTrainerJob, "awsS3Config.iamRoleArn", "")
     for wrong in ("", ".", "name.", "trainingConfig..loraRank", "__class__"):
-        with pytest.raises(UnknownFieldError):
-            path_of(RlorTrainerJob, wrong)
+        with pytest.raises(ProblemError):
+            field_path(RlorTrainerJob, wrong, "readMask")

@@ -4,7 +4,7 @@ import httpx
 from tests.gateway.rlor_calls import JOBS, create, keep_alive
 
 
-async def test_lists_are_filtered_ordered_masked_and_cut_into_pages(gateway: httpx.AsyncClient):
+async def test_lists_are_filtered_ordered_masked_and_paged(gateway: httpx.AsyncClient):
     for n in range(5):
         await create(gateway, f"j{n}", keep_alive(displayName=f"number {9 - n}", nodeCount=1 + n % 2))
 
@@ -33,7 +33,7 @@ async def test_lists_are_filtered_ordered_masked_and_cut_into_pages(gateway: htt
     masked = (await gateway.get(f"{JOBS}/j1", params={"readMask": "state,training_config.base_model,trainingConfig.loraRank"})).json()
     assert masked == {"state": "JOB_STATE_PENDING", "trainingConfig": {"baseModel": "accounts/fireworks/models/tiny", "loraRank": 8}}
     assert (await gateway.get(f"{JOBS}/j1", params={"readMask": "*"})).json() == (await gateway.get(f"{JOBS}/j1")).json()
-    for params, said in (
+    for params, message in (
         ({"filter": "sate = 1"}, "filter: position 1: 'sate'"),
         ({"orderBy": "name down"}, "orderBy: 'name down'"),
         ({"orderBy": "x"}, "orderBy: 'x'"),
@@ -42,4 +42,4 @@ async def test_lists_are_filtered_ordered_masked_and_cut_into_pages(gateway: htt
         ({"pageToken": "zz"}, "pageToken"),
     ):
         wrong = await gateway.get(JOBS, params=params)
-        assert (wrong.status_code, said in wrong.json()["message"]) == (400, True), wrong.text
+        assert (wrong.status_code, message in wrong.json()["message"]) == (400, True), wrong.text

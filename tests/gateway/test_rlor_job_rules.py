@@ -1,4 +1,4 @@
-"""What of an RLOR job is refused, each with its status and a text that says what to do; and what becomes of what is taken."""
+"""Rejections of RLOR jobs, each with its status and a helpful message; and the settings that follow from accepted fields."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from tests.gateway.rlor_calls import JOBS, create, dataset, keep_alive, one_shot
 from headrace.core.settings import BaseModelEntry, Settings
 from headrace.core.topic_admin import apply
 from headrace.gateway.log_view import LogView
-from headrace.gateway.rlor.names import rlor_model_id
+from headrace.gateway.rlor.resources import rlor_model_id
 from headrace.gateway.secret_box import SecretBox, SecretBoxError
 from headrace.gateway.tokens import create_token
 from headrace.schemas.rlor import RlorJob, rlor_job_key
 from headrace.schemas.training import ModelSettings
 
-S3_SECRET = '{"aws_access_key_id": "hush", "aws_secret_access_key": "hush-hush"}'  # noqa: S105 - of nobody
+S3_SECRET = '{"aws_access_key_id": "hush", "aws_secret_access_key": "hush-hush"}'  # noqa: S105 - not a real one
 KEY = "a random text of more than thirty-two characters"
 
 
@@ -87,47 +87,47 @@ WRONG: list[tuple[dict[str, object], int, str]] = [
     ({"serviceMode": True, "dataset": "", "trainingConfig": {"baseModel": "tiny", "loraRank": 0}}, 501, "serviceMode is not built yet"),
     (one_shot(trainingConfig={"baseModel": "tiny", "outputModel": "Not_An_Id"}), 400, "trainingConfig.outputModel"),
     (one_shot(trainingConfig={"baseModel": "tiny", "outputModel": "tiny"}), 409, "accounts/default/models/tiny exists"),
-    (one_shot(lossConfig={"klReferenceJob": "nobody"}), 404, "rlorTrainerJobs/nobody does not exist"),
+    (one_shot(lossConfig={"klReferenceJob": "missing"}), 404, "rlorTrainerJobs/missing does not exist"),
 ]
 
 
-async def test_each_wrong_request_has_its_status_and_says_what_to_do(gateway: httpx.AsyncClient, settings: Settings):
+async def test_each_wrong_request_has_its_status_and_a_helpful_message(gateway: httpx.AsyncClient, settings: Settings):
     await dataset(gateway, "d1")
-    for body, status, said in WRONG:
+    for body, status, message in WRONG:
         answer = await create(gateway, "j1", body)
-        assert (answer.status_code, said in answer.json()["message"]) == (status, True), (body, answer.text)
+        assert (answer.status_code, message in answer.json()["message"]) == (status, True), (body, answer.text)
         assert answer.json().keys() == {"code", "message", "details"}
         assert "hush" not in answer.text
         if status in {409, 501}:
             assert answer.headers["x-should-retry"] == "false"
-    for params, status, said in (
+    for params, status, message in (
         ({"rlorTrainerJobId": "a b"}, 400, "rlorTrainerJobId"),
         ({"rlorTrainerJobId": "a\n"}, 400, "rlorTrainerJobId"),
         ({"trainingShape": "accounts/a/trainingShapes/s"}, 501, "trainingShape"),
         ({"deploymentId": "other"}, 400, "deploymentId='other' differs from hotLoadDeploymentId='dep'"),
     ):
         answer = await gateway.post(JOBS, params=params, json=keep_alive(hotLoadDeploymentId="dep"))
-        assert (answer.status_code, said in answer.json()["message"]) == (status, True), answer.text
+        assert (answer.status_code, message in answer.json()["message"]) == (status, True), answer.text
     for content in (b"{", b"[]", b'"text"', b"\xff"):
         assert (await gateway.post(JOBS, content=content)).status_code == 400
     assert (await gateway.get(JOBS)).json()["totalSize"] == 0
     async with LogView(settings) as view:
         assert not [*view.tables.models()]
     for method, path in (
-        ("GET", "/nobody"),
-        ("DELETE", "/nobody"),
-        ("POST", "/nobody:cancel"),
-        ("POST", "/nobody:resume"),
-        ("GET", "/nobody/checkpoints"),
+        ("GET", "/missing"),
+        ("DELETE", "/missing"),
+        ("POST", "/missing:cancel"),
+        ("POST", "/missing:resume"),
+        ("GET", "/missing/checkpoints"),
         ("GET", "/a%20b%2Fc:d%3Fe"),
         ("POST", "/a%20b:c%3Fe:cancel"),
     ):
         gone = await gateway.request(method, JOBS + path)
         assert (gone.status_code, gone.json()["code"]) == (404, 5), path
-    step = await gateway.post(f"{JOBS}/nobody:executeTrainStep", json={"dataset": "d1", "outputModel": "m"})
+    step = await gateway.post(f"{JOBS}/missing:executeTrainStep", json={"dataset": "d1", "outputModel": "m"})
     assert step.status_code == 404
     for body in ({}, {"dataset": "d1"}, {"outputModel": "m"}, {"dataset": "", "output_model": "m"}):
-        assert (await gateway.post(f"{JOBS}/nobody:executeTrainStep", json=body)).status_code == 400
+        assert (await gateway.post(f"{JOBS}/missing:executeTrainStep", json=body)).status_code == 400
 
 
 LINES: list[tuple[list[bytes], list[str], str]] = [
@@ -137,11 +137,11 @@ LINES: list[tuple[list[bytes], list[str], str]] = [
 ]
 
 
-async def test_rewards_that_a_dataset_does_not_give_are_named_with_their_line(gateway: httpx.AsyncClient):
-    for index, (lines, weights, said) in enumerate(LINES):
+async def test_missing_rewards_are_rejected_with_their_line(gateway: httpx.AsyncClient):
+    for index, (lines, weights, message) in enumerate(LINES):
         await dataset(gateway, f"d{index}", *lines)
         answer = await create(gateway, "j1", one_shot(f"d{index}", rewardWeights=weights))
-        assert (answer.status_code, said in answer.json()["message"]) == (400, True), answer.text
+        assert (answer.status_code, message in answer.json()["message"]) == (400, True), answer.text
 
 
 async def test_settings_of_the_model_follow_from_the_fields_and_defaults_from_the_catalogue(gateway: httpx.AsyncClient, settings: Settings):
@@ -196,7 +196,7 @@ async def test_settings_of_the_model_follow_from_the_fields_and_defaults_from_th
     assert (await gateway.get(f"{JOBS}/rank-None")).json()["trainingConfig"]["loraRank"] == 8
 
 
-async def test_keys_in_a_request_are_kept_encrypted_and_never_shown(kafka: str, topic_prefix: str, tmp_path: Path):
+async def test_keys_in_a_request_are_stored_encrypted_and_never_shown(kafka: str, topic_prefix: str, tmp_path: Path):
     settings = gateway_settings(kafka, topic_prefix, tmp_path, secrets_key=KEY)
     await apply(settings)
     wandb = {"enabled": True, "apiKey": "hush-hush", "project": "p", "entity": "e"}
@@ -223,7 +223,7 @@ async def test_keys_in_a_request_are_kept_encrypted_and_never_shown(kafka: str, 
         SecretBox(type(settings.gateway.secrets_key)("short"))
 
 
-async def test_other_accounts_jobs_are_not_there_and_the_account_of_a_key_is_told(kafka: str, topic_prefix: str, tmp_path: Path):
+async def test_other_accounts_jobs_are_404_and_a_key_has_one_account(kafka: str, topic_prefix: str, tmp_path: Path):
     tokens = tmp_path / "tokens"
     keys = {account: create_token(tokens, account=account, owner=f"{account}@example.org")[1] for account in ("default", "other")}
     settings = gateway_settings(kafka, topic_prefix, tmp_path, tokens_file=tokens)
@@ -234,7 +234,7 @@ async def test_other_accounts_jobs_are_not_there_and_the_account_of_a_key_is_tol
         body = keep_alive(trainingConfig={"baseModel": "tiny"})
         made = await create(client, "j1", body, **mine)
         assert (made.json()["createdBy"], made.json()["trainingConfig"]["loraRank"]) == ("default@example.org", 0)
-        assert (await create(client, "j2", training(loraRank=8), **mine)).status_code == 400  # the catalogue lets only all of it be trained
+        assert (await create(client, "j2", training(loraRank=8), **mine)).status_code == 400  # the catalogue allows full training only
         assert (await create(client, "j2", body)).status_code == 401
         for method, path in (("GET", "/j1"), ("DELETE", "/j1"), ("POST", "/j1:cancel"), ("GET", "")):
             assert (await client.request(method, JOBS + path, headers=theirs)).status_code == 404

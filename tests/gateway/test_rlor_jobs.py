@@ -1,4 +1,4 @@
-"""RLOR jobs over HTTP, without a worker: what is shown, what is refused, and what stands in the log."""
+"""RLOR jobs over HTTP, without a worker: answers, rejections, and the records in the log."""
 
 import asyncio
 import uuid
@@ -21,8 +21,8 @@ from headrace.core.store import open_store
 from headrace.core.topic_admin import apply
 from headrace.gateway.gate import Gate
 from headrace.gateway.log_view import LogView
-from headrace.gateway.rlor.job_state import standing
-from headrace.gateway.rlor.names import rlor_model_id
+from headrace.gateway.rlor.job_status import job_status
+from headrace.gateway.rlor.resources import rlor_model_id
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.codec import decode_group
 from headrace.schemas.commands import COMMANDS, CancelJob, Command, CreateModel, DeleteModel, ResumeModel
@@ -44,7 +44,7 @@ async def lane(settings: Settings) -> AsyncIterator[LaneDouble]:
         yield LaneDouble(gate)
 
 
-async def commands_of(settings: Settings) -> list[Command]:
+async def read_commands(settings: Settings) -> list[Command]:
     records = await read_to_end(client_options(settings.kafka, "test"), settings.topic_names.commands)
     records.sort(key=lambda record: record.timestamp)  # the order of one partition stays
     found = [open_record(record.value, header_text(record.headers), COMMANDS) for record in records]
@@ -55,7 +55,7 @@ def prompt(group: TrajectoryGroup) -> object:
     return group.trajectories[0].messages_and_choices[0].content  # type: ignore[union-attr]
 
 
-async def fact_of(settings: Settings, job_id: str) -> RlorJob:
+async def job_record(settings: Settings, job_id: str) -> RlorJob:
     async with LogView(settings) as view:
         fact = view.tables.facts[rlor_job_key("default", job_id)]
     assert isinstance(fact, RlorJob)
@@ -70,7 +70,7 @@ async def submitted(settings: Settings) -> tuple[list[TrajectoryGroup], list[Tra
         if headers["ce_type"] == "headrace.training-job.v1":
             job = open_record(record.value, headers, (TrainingJob,))
             assert isinstance(job, TrainingJob)
-            assert set(job.group_ids) <= {group.group_id for group in groups}, "groups stand before their job"
+            assert set(job.group_ids) <= {group.group_id for group in groups}, "groups come before their job"
             jobs.append(job)
         else:
             groups.append(decode_group(record.value, headers["content-type"]).group)
@@ -107,7 +107,7 @@ async def test_a_keep_alive_job_lives_from_pending_through_its_steps_to_its_dele
 
         done = await gateway.post(f"{JOBS}/job-1:executeTrainStep", json=step)
         assert (done.status_code, done.json()) == (200, {})
-        fact = await fact_of(settings, "job-1")
+        fact = await job_record(settings, "job-1")
         assert fact.step is not None
         assert (fact.step.dataset, fact.step.output_model, fact.step.groups) == ("d1", "v1", 2)
         groups, jobs = await submitted(settings)
@@ -130,15 +130,15 @@ async def test_a_keep_alive_job_lives_from_pending_through_its_steps_to_its_dele
         taken = await gateway.post(f"{JOBS}/job-1:executeTrainStep", json=step)
         assert (taken.status_code, taken.json()["code"]) == (409, 6)
         assert (await gateway.post(f"{JOBS}/job-1:executeTrainStep", json={**step, "outputModel": "v2"})).status_code == 200
-        second_step = (await fact_of(settings, "job-1")).step
+        second_step = (await job_record(settings, "job-1")).step
         assert second_step is not None
         await lane.move(second_step.training_jobs[0], JobState.FAILED, error_message="the ranks were killed")
         failed = (await gateway.get(f"{JOBS}/job-1")).json()
         assert (failed["state"], failed["status"]) == ("JOB_STATE_FAILED", {"code": "INTERNAL", "message": "the ranks were killed"})
         assert failed["completedTime"].endswith("Z")
-        refused = await gateway.post(f"{JOBS}/job-1:executeTrainStep", json={**step, "outputModel": "v3"})
-        assert (refused.status_code, refused.json()["code"]) == (400, 9)
-        assert "JOB_STATE_FAILED: the ranks were killed" in refused.json()["message"]
+        rejected = await gateway.post(f"{JOBS}/job-1:executeTrainStep", json={**step, "outputModel": "v3"})
+        assert (rejected.status_code, rejected.json()["code"]) == (400, 9)
+        assert "JOB_STATE_FAILED: the ranks were killed" in rejected.json()["message"]
 
         resumed = await gateway.post(f"{JOBS}/job-1:resume")
         assert (resumed.status_code, resumed.json()["state"], resumed.json()["steps"]) == (200, "JOB_STATE_RUNNING", 2)
@@ -164,9 +164,9 @@ async def test_a_keep_alive_job_lives_from_pending_through_its_steps_to_its_dele
         assert (gone.status_code, gone.json()["message"]) == (400, "cannot cancel job in state: JOB_STATE_DELETED")
         assert len((await gateway.get(f"{JOBS}/job-1/checkpoints")).json()["checkpoints"]) == 1
 
-        anew = await create(gateway, "job-1", keep_alive())
-        assert (anew.status_code, anew.json()["state"], anew.json()["steps"]) == (200, "JOB_STATE_PENDING", 0)
-        commands = await commands_of(settings)
+        recreated = await create(gateway, "job-1", keep_alive())
+        assert (recreated.status_code, recreated.json()["state"], recreated.json()["steps"]) == (200, "JOB_STATE_PENDING", 0)
+        commands = await read_commands(settings)
         assert [type(command) for command in commands] == [CreateModel, DeleteModel, CreateModel]
         assert {command.model_id for command in commands} == {model_id}
 
@@ -189,7 +189,7 @@ async def test_a_job_of_one_step_is_submitted_with_an_epoch_each_and_ends_comple
     made = await create(gateway, "j1", body)
     assert (made.status_code, made.json()["state"], made.json()["steps"]) == (200, "JOB_STATE_PENDING", 1), made.text
     groups, (first, last) = await submitted(settings)
-    fact = await fact_of(settings, "j1")
+    fact = await job_record(settings, "j1")
     assert fact.step is not None
     assert fact.step.training_jobs == (first.job_id, last.job_id)
     assert first.evaluation is not None
@@ -222,8 +222,8 @@ async def test_a_job_of_one_step_is_submitted_with_an_epoch_each_and_ends_comple
     done = (await gateway.get(f"{JOBS}/j1")).json()
     assert (done["state"], done["evaluation"], done["acceleratorSeconds"]) == ("JOB_STATE_COMPLETED", {"reward": 0.5}, {"CPU": "3"})
     assert done["completedTime"] >= done["createTime"]
-    refused = await gateway.post(f"{JOBS}/j1:executeTrainStep", json={"dataset": "d1", "outputModel": "more"})
-    assert (refused.status_code, "made without keepAlive" in refused.json()["message"]) == (400, True)
+    rejected = await gateway.post(f"{JOBS}/j1:executeTrainStep", json={"dataset": "d1", "outputModel": "more"})
+    assert (rejected.status_code, "made without keepAlive" in rejected.json()["message"]) == (400, True)
     assert (await gateway.post(f"{JOBS}/j1:cancel", json={})).json()["message"] == "cannot cancel job in state: JOB_STATE_COMPLETED"
     assert (await gateway.post(f"{JOBS}/j1:resume", json={})).json()["state"] == "JOB_STATE_COMPLETED"
 
@@ -238,7 +238,7 @@ async def test_a_job_of_one_step_is_submitted_with_an_epoch_each_and_ends_comple
     )
     warm = await create(gateway, "j2", goes_on)
     assert (warm.status_code, warm.json()["trainingConfig"]["batchSize"]) == (200, 512), warm.text
-    create_model = (await commands_of(settings))[-1]
+    create_model = (await read_commands(settings))[-1]
     assert isinstance(create_model, CreateModel)
     assert create_model.start_weights is not None
     assert create_model.start_weights.uri.endswith("/2")
@@ -259,7 +259,7 @@ async def test_a_cancelled_step_shows_at_once_and_a_resumed_job_runs_it_again(
     assert (await gateway.post(f"{JOBS}/j1:cancel")).json() == {}
     assert await state(gateway, "j1") == "CANCELLING"
     ((first,),) = [(await submitted(settings))[1]]
-    cancel = (await commands_of(settings))[-1]
+    cancel = (await read_commands(settings))[-1]
     assert isinstance(cancel, CancelJob)
     assert cancel.job_id == first.job_id
     assert (await gateway.post(f"{JOBS}/j1:resume")).status_code == 400
@@ -276,11 +276,11 @@ async def test_a_cancelled_step_shows_at_once_and_a_resumed_job_runs_it_again(
     await lane.move(second.job_id, JobState.PENDING)
     await lane.train(second.job_id)
     assert await state(gateway, "j1") == "COMPLETED"
-    await lane.take_up(rlor_model_id("default", "j1"), status="stopped", status_detail="the base model is gone")
+    await lane.take_up(rlor_model_id("default", "j1"), status="stopped", status_detail="the base model is missing")
     stopped = (await gateway.get(f"{JOBS}/j1")).json()
-    assert (stopped["state"], stopped["status"]["message"]) == ("JOB_STATE_FAILED", "its model is stopped: the base model is gone")
+    assert (stopped["state"], stopped["status"]["message"]) == ("JOB_STATE_FAILED", "its model is stopped: the base model is missing")
     await gateway.post(f"{JOBS}/j1:resume")
-    assert isinstance((await commands_of(settings))[-1], ResumeModel)
+    assert isinstance((await read_commands(settings))[-1], ResumeModel)
 
 
 async def test_an_idle_job_expires_and_can_be_resumed(gateway: httpx.AsyncClient, settings: Settings, lane: LaneDouble):
@@ -301,12 +301,12 @@ async def test_an_idle_job_expires_and_can_be_resumed(gateway: httpx.AsyncClient
         fact = tables.facts[rlor_job_key("default", "brief")]
         assert isinstance(fact, RlorJob)
         assert fact.resumed_at is not None
-        then = standing(tables, fact, keep_alive=True, inactivity=60, now=fact.resumed_at + timedelta(seconds=59))
-        later = standing(tables, fact, keep_alive=True, inactivity=60, now=fact.resumed_at + timedelta(seconds=61))
+        then = job_status(tables, fact, keep_alive=True, inactivity=60, now=fact.resumed_at + timedelta(seconds=59))
+        later = job_status(tables, fact, keep_alive=True, inactivity=60, now=fact.resumed_at + timedelta(seconds=61))
     assert (then.state, later.state) == ("RUNNING", "EXPIRED")
 
 
-async def test_a_creation_that_a_client_repeats_by_itself_is_one_job(gateway: httpx.AsyncClient):
+async def test_a_clients_own_retry_of_a_creation_makes_one_job(gateway: httpx.AsyncClient):
     repeat = {"x-stainless-retry-count": "1"}
     first = await gateway.post(JOBS, json=keep_alive())
     assert first.status_code == 200
@@ -318,7 +318,7 @@ async def test_a_creation_that_a_client_repeats_by_itself_is_one_job(gateway: ht
     assert (await create(gateway, "j1", keep_alive(nodeCount=2), **repeat)).status_code == 409
 
 
-async def test_of_two_that_create_one_job_or_ask_for_a_step_at_once_one_is_refused(
+async def test_of_two_concurrent_creations_or_steps_of_one_job_one_is_rejected(
     gateway: httpx.AsyncClient, settings: Settings, lane: LaneDouble
 ):
     both = await asyncio.gather(create(gateway, "j1", keep_alive()), create(gateway, "j1", keep_alive()))
@@ -330,15 +330,15 @@ async def test_of_two_that_create_one_job_or_ask_for_a_step_at_once_one_is_refus
     assert len((await submitted(settings))[1]) == 1
 
 
-async def test_many_groups_go_into_the_store_and_more_than_allowed_are_refused(kafka: str, topic_prefix: str, tmp_path: Path):
+async def test_many_groups_go_into_the_store_and_more_than_allowed_are_rejected(kafka: str, topic_prefix: str, tmp_path: Path):
     settings = gateway_settings(kafka, topic_prefix, tmp_path, max_groups=30)
     settings = settings.model_copy(update={"producer": ProducerSettings(inline_limit_bytes=1024)})
     await apply(settings)
     async with running(settings) as client:
         await dataset(client, "d1", *(rl_line(f"{n} " + "x" * 2000, [0, 1]) for n in range(16)))
         assert (await create(client, "j1", one_shot())).status_code == 200
-        refused = await create(client, "j2", one_shot(trainingConfig={"baseModel": "tiny", "epochs": 2}))
-        assert (refused.status_code, "30 at most (gateway.max_groups)" in refused.json()["message"]) == (400, True)
+        rejected = await create(client, "j2", one_shot(trainingConfig={"baseModel": "tiny", "epochs": 2}))
+        assert (rejected.status_code, "30 at most (gateway.max_groups)" in rejected.json()["message"]) == (400, True)
         await client.delete(f"{ACCOUNT}/datasets/d1")
         gone = await create(client, "j3", one_shot())
         assert gone.status_code == 404

@@ -1,4 +1,4 @@
-"""Two gateways that are asked for one thing in the same moment: one does it, the other says so."""
+"""Requests for one thing at several gateways in the same moment: one succeeds, the others are rejected."""
 
 import asyncio
 import gc
@@ -15,7 +15,7 @@ from tests.gateway.test_rlor_jobs import submitted
 
 from headrace.core.settings import Settings
 from headrace.gateway.log_writer import OvertakenError, Turn, sealed
-from headrace.gateway.rlor.names import rlor_model_id
+from headrace.gateway.rlor.resources import rlor_model_id
 from headrace.gateway.tokens import create_token
 from headrace.schemas.rlor_resources import ModelAlias, model_alias_key
 
@@ -37,7 +37,7 @@ def codes(answers: list[httpx.Response]) -> list[int]:
     return sorted(answer.status_code for answer in answers)
 
 
-async def test_one_of_several_that_make_a_job_of_one_id_makes_it_and_its_step(settings: Settings, gateways: list[httpx.AsyncClient]):
+async def test_of_concurrent_creations_with_one_id_one_creates_the_job_and_its_step(settings: Settings, gateways: list[httpx.AsyncClient]):
     await dataset(gateways[0], "d1")
     for n in range(ROUNDS):
         bodies = [one_shot(displayName=f"by {k}") for k in range(len(gateways))]
@@ -48,10 +48,10 @@ async def test_one_of_several_that_make_a_job_of_one_id_makes_it_and_its_step(se
         for http in gateways:
             assert (await http.get(f"{JOBS}/job-{n}")).json()["displayName"] == made["displayName"]
     _groups, jobs = await submitted(settings)
-    assert len(jobs) == ROUNDS  # nothing of those that lost is trained
+    assert len(jobs) == ROUNDS  # no step of the rejected ones trains
 
 
-async def test_one_of_several_that_take_a_name_has_it(settings: Settings, gateways: list[httpx.AsyncClient]):
+async def test_of_concurrent_requests_for_one_name_one_gets_it(settings: Settings, gateways: list[httpx.AsyncClient]):
     for n in range(ROUNDS):
         body = {"datasetId": f"d-{n}", "dataset": {"format": "RL", "userUploaded": {}}}
         answers = await asyncio.gather(*(http.post(f"{ACCOUNT}/datasets", json=body) for http in gateways))
@@ -68,7 +68,7 @@ async def test_one_of_several_that_take_a_name_has_it(settings: Settings, gatewa
     assert all("models/out exists" in answer.json()["message"] for answer in answers if answer.status_code == 409)
 
 
-async def test_one_step_is_trained_of_several_that_are_asked_for_at_once(settings: Settings, gateways: list[httpx.AsyncClient]):
+async def test_of_concurrent_steps_of_one_job_one_trains(settings: Settings, gateways: list[httpx.AsyncClient]):
     await dataset(gateways[0], "d1")
     assert (await create(gateways[0], "keep", keep_alive())).status_code == 200
     await LaneDouble(gateways[0].gate).take_up(rlor_model_id("default", "keep"))  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ async def test_one_step_is_trained_of_several_that_are_asked_for_at_once(setting
     answers = await asyncio.gather(*calls)
     assert [answer.status_code for answer in answers].count(200) == 1, [answer.text for answer in answers]
     for answer in answers:
-        if answer.status_code == 409:  # it was decided on what had changed since; who sends it again hears why
+        if answer.status_code == 409:  # its basis had changed; a repeat gets the reason
             assert (answer.json()["code"], answer.headers["x-should-retry"]) == (10, "true")
         elif answer.status_code != 200:
             assert "has not ended" in answer.json()["message"]
@@ -86,7 +86,7 @@ async def test_one_step_is_trained_of_several_that_are_asked_for_at_once(setting
     assert len(jobs) == 1
 
 
-async def test_what_was_decided_on_the_same_sight_is_written_once(settings: Settings, gateways: list[httpx.AsyncClient]):
+async def test_of_changes_based_on_one_state_one_is_written(settings: Settings, gateways: list[httpx.AsyncClient]):
     """The interleaving itself: all have looked before any writes, and one that was fenced while it held the turn looks again."""
     gates: list[Any] = [http.gate for http in gateways]  # type: ignore[attr-defined]
     topic = settings.topic_names.gateway
@@ -107,7 +107,7 @@ async def test_what_was_decided_on_the_same_sight_is_written_once(settings: Sett
             assert (isinstance(fact, ModelAlias) and fact.job) == f"job-{winner}"
 
 
-async def test_a_deployments_id_is_one_accounts_also_when_two_ask_at_once(settings: Settings, tmp_path: Any):
+async def test_one_account_gets_a_deployments_id_also_with_concurrent_requests(settings: Settings, tmp_path: Any):
     keys = [{"X-Api-Key": create_token(tmp_path / "tokens", account=account, owner="o")[1]} for account in ("left", "right")]
     async with AsyncExitStack() as stack:
         https = []
@@ -136,7 +136,7 @@ def between_look_and_write(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(writer, "_look_again", look_and_do)
 
 
-async def test_what_is_deleted_while_it_is_changed_does_not_come_back(
+async def test_a_deployment_that_is_deleted_during_a_change_does_not_come_back(
     gateways: list[httpx.AsyncClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other, _ = gateways
@@ -149,7 +149,7 @@ async def test_what_is_deleted_while_it_is_changed_does_not_come_back(
     assert [(await http.get(deployment)).status_code for http in gateways] == [404] * 3
 
 
-async def test_a_file_that_comes_in_while_its_dataset_is_deleted_and_made_anew_is_in_neither(
+async def test_an_upload_during_which_its_dataset_is_deleted_and_created_again_is_in_neither(
     gateways: list[httpx.AsyncClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other, _ = gateways
@@ -163,7 +163,7 @@ async def test_a_file_that_comes_in_while_its_dataset_is_deleted_and_made_anew_i
     assert (await one.post(f"{ACCOUNT}/datasets", json=body)).status_code == 200
     between_look_and_write(one, monkeypatch, again)
     answer = await one.post(f"{place}:upload", files=files)
-    assert (answer.status_code, "made anew" in answer.text) == (404, True), answer.text
+    assert (answer.status_code, "created again" in answer.text) == (404, True), answer.text
     assert [(await http.get(place)).json()["state"] for http in gateways] == ["UPLOADING"] * 3
     # The other way round: what comes in while it is deleted goes as well.
     between_look_and_write(one, monkeypatch, lambda: other.post(f"{place}:upload", files=files))

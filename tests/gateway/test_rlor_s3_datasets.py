@@ -42,7 +42,7 @@ async def test_a_dataset_in_s3_is_read_with_the_jobs_own_credentials_only(s3: Lo
         found = (await gateway.get(f"{ACCOUNT}/datasets/all")).json()
         assert (found["state"], found["externalUrl"]) == ("READY", f"{url}/")
 
-        for number, (name, config, said) in enumerate(
+        for number, (name, config, message) in enumerate(
             (
                 ("all", None, "give awsS3Config.credentialsSecret"),
                 ("all", wrong, "can't be read with the job's awsS3Config"),
@@ -50,9 +50,9 @@ async def test_a_dataset_in_s3_is_read_with_the_jobs_own_credentials_only(s3: Lo
                 ("bad", secret, "accounts/default/datasets/bad line 1"),
             )
         ):
-            refused = await create(gateway, f"no-{number}", one_shot(name, awsS3Config=config))
-            assert (refused.status_code, said in refused.json()["message"]) == (400, True), refused.text
-            assert s3.secret_key not in refused.text
+            rejected = await create(gateway, f"no-{number}", one_shot(name, awsS3Config=config))
+            assert (rejected.status_code, message in rejected.json()["message"]) == (400, True), rejected.text
+            assert s3.secret_key not in rejected.text
         for name, groups in (("all", 3), ("one", 1)):
             made = await create(gateway, f"j-{name}", one_shot(name, awsS3Config=secret))
             assert made.status_code == 200, made.text

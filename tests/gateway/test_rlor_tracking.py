@@ -21,7 +21,7 @@ from headrace.core.lanes import lane_of
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import apply
 from headrace.gateway.gate import Gate
-from headrace.gateway.rlor.names import rlor_model_id
+from headrace.gateway.rlor.resources import rlor_model_id
 from headrace.gateway.rlor.tracking import note_run, tracking
 from headrace.schemas.rlor import RlorJob, rlor_job_key
 
@@ -41,7 +41,7 @@ async def until_tracked(settings: Settings, steps: int) -> None:
         await admin.close()
 
 
-def records_of(file: bytes) -> Iterator[bytes]:
+def split_records(file: bytes) -> Iterator[bytes]:
     """Records of a file of wandb's: a header of 7 bytes, then LevelDB's log format (blocks of 32 KiB; checksum, length, kind, bytes)."""
     at, parts = 7, b""
     while at + 7 <= len(file):
@@ -56,13 +56,13 @@ def records_of(file: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-def runs_in(folder: Path) -> list[tuple[dict[str, object], list[dict[str, object]]]]:
+def read_runs(folder: Path) -> list[tuple[dict[str, object], list[dict[str, object]]]]:
     """(the run, what was logged) of each run."""
     found = []
     for path in sorted(folder.rglob("*.wandb")):
         run: dict[str, object] = {}
         history = []
-        for data in records_of(path.read_bytes()):
+        for data in split_records(path.read_bytes()):
             record = Record()
             record.ParseFromString(data)
             if record.HasField("run"):
@@ -73,7 +73,7 @@ def runs_in(folder: Path) -> list[tuple[dict[str, object], list[dict[str, object
     return found
 
 
-async def test_committed_steps_are_in_the_run_of_a_job_that_asks_for_it(
+async def test_committed_steps_are_in_the_run_of_a_tracked_job(
     kafka: str, topic_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -98,9 +98,9 @@ async def test_committed_steps_are_in_the_run_of_a_job_that_asks_for_it(
         assert (shown["url"], shown["project"]) == ("https://wandb.example/mine/tracked", "mine")
         assert "wandbConfig" not in (await client.get(f"{JOBS}/plain")).json()
         await client.delete(f"{JOBS}/tracked")
-        anew = (await create(client, "tracked", keep_alive(wandbConfig=wandb))).json()
-        assert anew["wandbConfig"]["url"] == ""
-    ((run, history),) = runs_in(tmp_path / "wandb")
+        recreated = (await create(client, "tracked", keep_alive(wandbConfig=wandb))).json()
+        assert recreated["wandbConfig"]["url"] == ""
+    ((run, history),) = read_runs(tmp_path / "wandb")
     assert run["project"] == "mine"
     assert run["name"] == "mine"
     assert str(run["id"]).startswith("tracked-")
@@ -122,7 +122,7 @@ async def train(client: httpx.AsyncClient, gate: Gate, job_id: str) -> None:
     await lane.train(fact.step.training_jobs[0])
 
 
-async def test_what_fails_for_one_job_is_that_jobs_and_no_job_uses_the_key_of_the_gateway(
+async def test_a_fault_of_one_job_affects_no_other_and_no_job_uses_the_gateways_key(
     kafka: str, topic_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -153,14 +153,14 @@ async def test_what_fails_for_one_job_is_that_jobs_and_no_job_uses_the_key_of_th
                 assert made.status_code == 200, made.text
                 await train(client, gate, job_id)
             await until_tracked(settings, len({lane_of(rlor_model_id("default", job_id), gate.view.lanes) for job_id in jobs}))
-            said = {job_id: (await client.get(f"{JOBS}/{job_id}")).json()["status"]["message"] for job_id in jobs}
+            message = {job_id: (await client.get(f"{JOBS}/{job_id}")).json()["status"]["message"] for job_id in jobs}
     assert opened == [key, key]
-    assert "no apiKey" in said["keyless"]
-    assert "embedded null byte?" in said["ill"]
-    assert said["well"] == ""
+    assert "no apiKey" in message["keyless"]
+    assert "embedded null byte?" in message["ill"]
+    assert message["well"] == ""
 
 
-async def test_names_that_no_run_can_have_are_refused(gateway: httpx.AsyncClient) -> None:
+async def test_invalid_names_of_runs_are_rejected(gateway: httpx.AsyncClient) -> None:
     for field, value in (("project", "a\x00b"), ("entity", "a/b"), ("runId", "a\nb"), ("apiKey", "k\x00")):
-        refused = await create(gateway, "j", keep_alive(wandbConfig={"enabled": True, field: value}))
-        assert (refused.status_code, f"wandbConfig.{field}" in refused.text) == (400, True), refused.text
+        rejected = await create(gateway, "j", keep_alive(wandbConfig={"enabled": True, field: value}))
+        assert (rejected.status_code, f"wandbConfig.{field}" in rejected.text) == (400, True), rejected.text

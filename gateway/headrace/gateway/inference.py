@@ -34,7 +34,7 @@ from headrace.gateway.exchanges import HEADER, assembled, check_name, exchange_o
 from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.passed_on import PassedOn, read_passed_on
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.served_names import named_version
+from headrace.gateway.rlor.models import named_version
 from headrace.gateway.serving import (
     MODEL_ID,
     Served,

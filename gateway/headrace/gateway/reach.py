@@ -15,7 +15,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.store import InvalidKeyError, ObjectStore
 from headrace.gateway.access import Caller
 from headrace.gateway.gate import Gate
-from headrace.gateway.rlor.names import PROJECT
+from headrace.gateway.rlor.resources import PROJECT
 from headrace.gateway.tables import Tables
 from headrace.schemas.gateway import checkpoint_key
 from headrace.schemas.rlor_resources import DatasetFile, account_files_prefix

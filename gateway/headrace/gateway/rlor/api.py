@@ -1,19 +1,41 @@
-"""All routes of the RLOR API, as one router."""
+"""All routes of the RLOR API as one router, with `GET /v1/accounts`, by which a client asks for the account of its key."""
 
-from fastapi import APIRouter
+from typing import Annotated
 
-from headrace.gateway.rlor import accounts, checkpoints, datasets, deployed_models, deployments, hot_load, job_verbs, jobs, models
+from fastapi import APIRouter, Query
+
+from headrace.gateway.access import KnownCaller
+from headrace.gateway.rlor import checkpoints, datasets, deployed_models, deployments, hot_load, jobs, models
+from headrace.gateway.rlor.wire import Wire
+
+_accounts = APIRouter(prefix="/v1/accounts", tags=["RLOR: accounts"])
+
+
+class Account(Wire):
+    """An account."""
+
+    name: str
+    email: str | None = None
+
+
+class AccountList(Wire):
+    """The accounts of a key."""
+
+    accounts: list[Account]
+    total_size: int
+
+
+@_accounts.get("", response_model_exclude_none=True)
+async def list_accounts(
+    caller: KnownCaller,
+    page_size: Annotated[int | None, Query(alias="pageSize")] = None,  # noqa: ARG001 - a key has one account
+    page_token: Annotated[str, Query(alias="pageToken")] = "",  # noqa: ARG001 - as above
+) -> AccountList:
+    """The account of the key."""
+    return AccountList(accounts=[Account(name=f"accounts/{caller.account}")], total_size=1)
+
 
 router = APIRouter()
-for _part in (
-    accounts.router,
-    datasets.router,
-    job_verbs.router,
-    jobs.router,
-    checkpoints.router,
-    models.router,
-    deployments.router,
-    deployed_models.router,
-    hot_load.router,
-):
-    router.include_router(_part)
+router.include_router(_accounts)
+for _part in (datasets, jobs, checkpoints, models, deployments, deployed_models, hot_load):
+    router.include_router(_part.router)

@@ -1,26 +1,26 @@
-"""Checkpoints of an RLOR job: the versions of its model, oldest first; and `:promote`, which gives one a name as an output model.
+"""Checkpoints of an RLOR job: the versions of its model, oldest first; `:promote` gives one a name as an output model.
 
-A checkpoint is named `accounts/<account>/rlorTrainerJobs/<job>/checkpoints/<job>-v<version>`; its last part is enough to promote it.
-Guarantees: also those of a deleted job are listed and can be promoted, for as long as it is known; promoting is done when it is answered.
-Gives up: downloading them; the weights are in the store.
+A checkpoint is named `accounts/<account>/rlorTrainerJobs/<job>/checkpoints/<job>-v<version>`; `:promote` needs the last part only.
+Guarantees: checkpoints of a deleted job can be listed and promoted while its record exists. A promotion is committed when it is answered.
+Limitations: checkpoints cannot be downloaded here; the weights are in the store.
 """
 
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
+from headrace.gateway.access import KnownCaller
 from headrace.gateway.facts import write_fact
 from headrace.gateway.gate import OpenGate
 from headrace.gateway.log_writer import Turn
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.bodies import object_of, read_as
-from headrace.gateway.rlor.job_facts import KIND, Job, changing, find_job
-from headrace.gateway.rlor.names import OwnAccount, id_in, name_of
-from headrace.gateway.rlor.paging import page
-from headrace.gateway.rlor.steps import output_model
-from headrace.gateway.rlor.wire import Timestamp, Wire
+from headrace.gateway.rlor.job_status import KIND, Job, find_job, lock_job
+from headrace.gateway.rlor.lists import cut_page
+from headrace.gateway.rlor.resources import OwnAccount, resource_id, resource_name
+from headrace.gateway.rlor.steps import check_output_model
+from headrace.gateway.rlor.wire import ListPage, Timestamp, Wire, parse_as, read_object, request_body
 from headrace.gateway.step_history import BriefStep, StepHistory
 from headrace.gateway.tables import Tables
 from headrace.schemas.rlor_resources import ModelAlias, model_alias_key
@@ -39,15 +39,13 @@ class Checkpoint(Wire):
     checkpoint_type: str
     promotable: bool = True
     restore_reference: str
-    """Ours: the folder of its weights in the object store."""
+    """Not in the hosted API: the folder of the weights in the object store."""
 
 
-class CheckpointList(Wire):
+class CheckpointList(ListPage):
     """A page of checkpoints."""
 
     checkpoints: list[Checkpoint]
-    next_page_token: str | None = None
-    total_size: int
 
 
 class Promotion(Wire):
@@ -74,15 +72,10 @@ class Promoted(Wire):
     model: PromotedModel
 
 
-_PROMOTION: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": Promotion.model_json_schema()}}}}
-
-
 @router.get("/rlorTrainerJobs/{job_id}/checkpoints", response_model_exclude_none=True)
 async def list_checkpoints(
-    *,
-    account: str,
+    account: OwnAccount,
     job_id: str,
-    caller: OwnAccount,  # noqa: ARG001 - checks
     gate: OpenGate,
     page_size: Annotated[int | None, Query(alias="pageSize")] = None,
     page_token: Annotated[str, Query(alias="pageToken")] = "",
@@ -90,44 +83,44 @@ async def list_checkpoints(
     """The checkpoints of a job."""
     tables = await gate.view.fresh()
     job = find_job(tables, account, job_id)
-    history = _versions(tables, job)
-    rows = [(str(step), step) for step in history.numbers]
-    found = page(rows, size=page_size, token=page_token, asked=("checkpoints", account, job_id))
-    listed = [_shown(job, entry) for step in found.rows if (entry := history.find(step)) is not None]
-    return CheckpointList(checkpoints=listed, next_page_token=found.next_page_token, total_size=found.total_size)
+    history = _find_history(tables, job)
+    steps = [(str(step), step) for step in history.numbers]
+    shown, next_token = cut_page(steps, size=page_size, token=page_token, call=("checkpoints", account, job_id))
+    rows = [_checkpoint(job, entry) for step in shown if (entry := history.find(step)) is not None]
+    return CheckpointList(checkpoints=rows, next_page_token=next_token, total_size=len(steps))
 
 
-@router.post("/checkpoints/{checkpoint}:promote", openapi_extra=_PROMOTION, response_model_exclude_none=True)
-async def promote(account: str, checkpoint: str, request: Request, caller: OwnAccount, gate: OpenGate) -> Promoted:
-    """Give a checkpoint a name as an output model, which can be loaded and gone on from."""
-    asked = read_as(Promotion, await object_of(request))
+@router.post("/checkpoints/{checkpoint}:promote", openapi_extra=request_body(Promotion), response_model_exclude_none=True)
+async def promote(account: OwnAccount, checkpoint: str, request: Request, caller: KnownCaller, gate: OpenGate) -> Promoted:
+    """Give a checkpoint a name as an output model, which can be loaded and trained further."""
+    body = parse_as(Promotion, await read_object(request))
     named = _NAME.match(checkpoint)
     if named is None:
-        raise ProblemError(404, f"{name_of(account, 'checkpoints', checkpoint)[:300]} does not exist")
-    job_id = id_in(account, KIND, asked.trainer_job_id, "trainer_job_id") if asked.trainer_job_id else named["job"]
-    async with changing(gate, account, job_id) as tables:
+        raise ProblemError(404, f"{resource_name(account, 'checkpoints', checkpoint)[:300]} does not exist")
+    job_id = resource_id(account, KIND, body.trainer_job_id, "trainer_job_id") if body.trainer_job_id else named["job"]
+    async with lock_job(gate, account, job_id) as tables:
         job = find_job(tables, account, job_id)
         version = int(named["version"])
-        if named["job"] != job_id or _versions(tables, job).find(version) is None:
+        if named["job"] != job_id or _find_history(tables, job).find(version) is None:
             raise ProblemError(404, f"{job.name} has no checkpoint {checkpoint[:100]!r}: list its checkpoints")
-        output = output_model(tables, gate, account, asked.output_model, "output_model")
-        alias = ModelAlias(account=account, id=output, job=job_id, model_id=job.fact.model_id, version=version, owner=caller.owner)
+        output = check_output_model(tables, gate, account, body.output_model, "output_model")
+        alias = ModelAlias(account=account, id=output, job=job_id, model_id=job.record.model_id, version=version, owner=caller.owner)
         key = model_alias_key(account, output)
         await write_fact(gate, alias, turn=Turn.while_unchanged(account, gate.view.tables.facts, {key: None}))
-    return Promoted(model=PromotedModel(name=name_of(account, "models", output), kind=_kind(job, "HF_PEFT_ADDON", "HF_BASE_MODEL")))
+    return Promoted(model=PromotedModel(name=resource_name(account, "models", output), kind=_kind(job, "HF_PEFT_ADDON", "HF_BASE_MODEL")))
 
 
-def _versions(tables: Tables, job: Job) -> StepHistory:
-    view = tables.model(job.fact.model_id)
-    if view is None or job.fact.deleted_at is not None:
-        found = tables.steps.get(job.fact.model_id)
+def _find_history(tables: Tables, job: Job) -> StepHistory:
+    view = tables.model(job.record.model_id)
+    if view is None or job.record.deleted_at is not None:
+        found = tables.steps.get(job.record.model_id)
         return StepHistory("", 0) if found is None else found
     return tables.history(view)
 
 
-def _shown(job: Job, entry: BriefStep) -> Checkpoint:
+def _checkpoint(job: Job, entry: BriefStep) -> Checkpoint:
     return Checkpoint(
-        name=f"{job.name}/checkpoints/{job.fact.id}-v{entry.step}",
+        name=f"{job.name}/checkpoints/{job.record.id}-v{entry.step}",
         create_time=entry.committed_at,
         update_time=entry.committed_at,
         checkpoint_type=_kind(job, "CHECKPOINT_TYPE_INFERENCE_LORA", "CHECKPOINT_TYPE_INFERENCE_BASE"),

@@ -1,40 +1,97 @@
-"""Files of datasets in the object store: checked line by line before they are stored, as they came, under a name with their digest.
+"""Datasets, their files in the object store, and datasets that stay in the client's S3.
 
-Guarantees: a file is in the store whole and valid, or not at all; memory is bounded by one line. Reading checks the digest. Gives up:
-uploads larger than the temporary folder's disk, where a file waits until its last line is known. Blocks: not for an event loop.
+A file is checked line by line before it is stored, unchanged, under a name with its digest. `s3://bucket/folder/` is every `.jsonl` below
+the folder in the order of their names, `s3://bucket/file.jsonl` one file; a step reads them with the credentials of its job.
+Guarantees: a file is in the store whole and valid, or not at all. Memory is bounded by one line. Reading checks the digest. S3 is read only
+at the endpoint of the gateway's settings, and never with the gateway's own credentials.
+Limitations: an upload waits on the temporary folder's disk until its last line is checked. Files in S3 are not validated before a step
+reads them; roles are not supported. Blocking: not for an event loop.
 """
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import IO
+from urllib.parse import urlsplit
 
-from headrace.core.store import ObjectStore
+import orjson
+
+from headrace.core.settings import S3Settings
+from headrace.core.store import ObjectStore, StoreError, open_store
 from headrace.core.store.digests import CHUNK_BYTES
-from headrace.gateway.rlor.dataset_lines import DatasetFaultError, Line, RlLine, format_of, lines_in, read_line
-from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, DatasetFormat
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
+from headrace.gateway.rlor.dataset_lines import DatasetFaultError, RlLine, infer_format, read_line, split_lines
+from headrace.gateway.rlor.resources import find_record, records_under, resource_id, resource_name
+from headrace.gateway.tables import Tables
+from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, DatasetFormat, dataset_files_prefix, dataset_key
+
+S3_SECRET = "awsS3Config.credentialsSecret"  # noqa: S105 - a field's name
+_KEY_NAMES = ("aws_access_key_id", "aws_secret_access_key")
+_SUFFIX = ".jsonl"
+_REGION = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
-def take_in(store: ObjectStore, dataset: DatasetFact, name: str, spool: IO[bytes]) -> DatasetFile:
-    """Check a file and store it.
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """A dataset with its files."""
 
-    Args:
-        store: Where to.
-        dataset: What it is to be part of.
-        name: Of the file.
-        spool: All of it, at its beginning.
+    record: DatasetFact
+    files: Sequence[DatasetFile]
+    """In the order of their names."""
 
-    Raises:
-        DatasetFaultError: it can't be part of the dataset; nothing is stored.
-        StoreUnavailableError: the store.
-    """
+    @property
+    def name(self) -> str:
+        """The resource name."""
+        return resource_name(self.record.account, "datasets", self.record.dataset)
+
+    @property
+    def examples(self) -> int:
+        """Of all files."""
+        return sum(file.examples for file in self.files)
+
+    def find_disagreement(self) -> str | None:
+        """Why the files cannot be one dataset; None: they can."""
+        first = self.files[0] if self.files else None
+        for file in self.files[1:]:
+            if first is not None and (file.format, file.samples) != (first.format, first.samples):
+                return (
+                    f"{file.name} has format {file.format} with {file.samples} samples a line, {first.name} has {first.format} with "
+                    f"{first.samples}: all files of a dataset need the same"
+                )
+        return None
+
+
+def find_dataset(tables: Tables, account: str, dataset: str) -> Dataset:
+    """A dataset by its id. Raises ProblemError (404)."""
+    return with_files(tables, find_record(tables, dataset_key(account, dataset), DatasetFact, resource_name(account, "datasets", dataset)))
+
+
+def with_files(tables: Tables, record: DatasetFact) -> Dataset:
+    """A dataset with its files."""
+    return Dataset(record, records_under(tables, dataset_files_prefix(record.account, record.dataset, record.incarnation), DatasetFile))
+
+
+def ready_dataset(tables: Tables, account: str, name: str, field: str) -> Dataset:
+    """A dataset for a job, by its name or id. Raises ProblemError (404: it does not exist; 400: it is not READY)."""
+    found = find_dataset(tables, account, resource_id(account, "datasets", name, field))
+    if found.record.state != "READY":
+        why = found.record.fault or "its files are not uploaded yet: upload them, then call :validateUpload"
+        raise ProblemError(400, f"{field}: {found.name} is {found.record.state}: {why}", code=FAILED_PRECONDITION)
+    return found
+
+
+def store_file(store: ObjectStore, dataset: DatasetFact, name: str, spool: IO[bytes]) -> DatasetFile:
+    """Check a file of a dataset and store it; `spool` is at its beginning. Raises DatasetFaultError (invalid; nothing is stored)."""
     digest = hashlib.sha256()
-    found = _checked(_chunks(spool, digest.update), dataset.format)
+    format, examples, samples = _check(_read_chunks(spool, digest.update), dataset.format)  # noqa: A001 - the API's word
     size = spool.tell()
     sha256 = digest.hexdigest()
     key = f"datasets/{dataset.incarnation}/{sha256}.jsonl"
     spool.seek(0)
-    store.put_stream_if_absent(key, _chunks(spool), sha256=sha256)
+    store.put_stream_if_absent(key, _read_chunks(spool), sha256=sha256)
     return DatasetFile(
         account=dataset.account,
         dataset=dataset.dataset,
@@ -43,68 +100,107 @@ def take_in(store: ObjectStore, dataset: DatasetFact, name: str, spool: IO[bytes
         uri=store.uri(key),
         sha256=sha256,
         size=size,
-        format=found.format,
-        examples=found.examples,
-        samples=found.samples,
+        format=format,
+        examples=examples,
+        samples=samples,
     )
 
 
-def lines_of(store: ObjectStore, files: Sequence[DatasetFile]) -> Iterator[bytes]:
-    """The examples of files, one after the other: lines that are not empty, without their ends.
+def read_lines(store: ObjectStore, files: Sequence[DatasetFile]) -> Iterator[bytes]:
+    """The lines of files one after the other, without empty ones and without line ends.
 
-    Raises:
-        ObjectNotFoundError: the dataset was deleted.
-        DigestMismatchError: a file is not what was stored; raised at its end: use nothing before the iterator has ended.
-        StoreUnavailableError: the store.
+    Raises ObjectNotFoundError if the dataset was deleted, and DigestMismatchError if a file has changed. The latter comes at the end of a
+    file: use nothing before the iterator has ended.
     """
     for file in files:
-        with contextlib.closing(_read(store, file)) as chunks:
-            for line in lines_in(chunks):
-                yield line.text
+        yield from _stored_lines(store, store.resolve(file.uri), file.sha256)
 
 
 def delete_files(store: ObjectStore, files: Sequence[DatasetFile]) -> None:
-    """Delete what was stored; what is gone already is no error."""
+    """Delete stored files; a missing one is no error."""
     for file in files:
         store.delete(store.resolve(file.uri))
 
 
-def _read(store: ObjectStore, file: DatasetFile) -> Generator[bytes]:
-    yield from store.get_chunks(store.resolve(file.uri), sha256=file.sha256)
+def parse_credentials(secret: str, own: S3Settings) -> S3Settings:
+    """Settings with a job's credentials: JSON with the two keys, as the hosted service stores them.
+
+    Raises ProblemError (400; the message does not contain the secret).
+    """
+    try:
+        found = orjson.loads(secret)
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) and found[name] for name in _KEY_NAMES):
+        raise ProblemError(
+            400,
+            f'{S3_SECRET}: the secret itself is needed, as JSON {{"aws_access_key_id": …, "aws_secret_access_key": …}}; this gateway '
+            "keeps no secrets by name",
+        )
+    region = found.get("region") or own.region
+    if region is not None and (not isinstance(region, str) or _REGION.fullmatch(region) is None):
+        raise ProblemError(400, f"{S3_SECRET}: region: the name of a region, such as eu-central-1, is needed")
+    if any(not found[name].isascii() or not found[name].isprintable() for name in _KEY_NAMES):
+        raise ProblemError(400, f"{S3_SECRET}: keys of S3 are printable ASCII")
+    keys = {"access_key_id": found[_KEY_NAMES[0]], "secret_access_key": found[_KEY_NAMES[1]]}
+    return S3Settings.model_validate({"endpoint_url": own.endpoint_url, "region": region, **keys})
 
 
-def _chunks(spool: IO[bytes], passed: Callable[[bytes], object] | None = None) -> Iterator[bytes]:
+def check_external_url(url: str) -> None:
+    """Raise `ProblemError` unless a URL names something in S3: 501 for other schemes, 400 for an invalid URL."""
+    scheme, _, rest = url.partition("://")
+    if scheme != "s3":
+        raise ProblemError(501, f"dataset.externalUrl: {scheme[:20]}:// is not read here, only s3://: or upload the files")
+    bucket, _, path = rest.partition("/")
+    if _BUCKET.fullmatch(bucket) is None or not path.strip("/") or ".." in path.split("/") or len(url) > 1024 or not url.isprintable():
+        raise ProblemError(400, "dataset.externalUrl: s3://bucket/folder/ or s3://bucket/file.jsonl is needed")
+
+
+def read_s3_lines(url: str, access: S3Settings) -> Iterator[bytes]:
+    """The lines of a dataset in S3, without empty ones. Raises ProblemError (400: it does not exist or cannot be read)."""
+    place = urlsplit(url)
+    folder, _, name = place.path.strip("/").rpartition("/") if place.path.endswith(_SUFFIX) else (place.path.strip("/"), "", "")
+    try:
+        store = open_store(f"s3://{place.netloc}/{folder}", access)
+        keys = [name] if name else [item.key for item in store.list("") if item.key.endswith(_SUFFIX)]
+        if not keys:
+            raise ProblemError(400, f"dataset: {url} has no file that ends with {_SUFFIX}", code=FAILED_PRECONDITION)
+        for key in keys:
+            yield from _stored_lines(store, key)
+    except (StoreError, DatasetFaultError) as error:
+        message = f"dataset: {url} can't be read with the job's awsS3Config: {error}"
+        raise ProblemError(400, message, code=FAILED_PRECONDITION) from None
+
+
+def _stored_lines(store: ObjectStore, key: str, sha256: str | None = None) -> Iterator[bytes]:
+    def chunks() -> Generator[bytes]:
+        yield from store.get_chunks(key, sha256=sha256)
+
+    with contextlib.closing(chunks()) as pieces:
+        for line in split_lines(pieces):
+            yield line.text
+
+
+def _read_chunks(spool: IO[bytes], update: Callable[[bytes], object] | None = None) -> Iterator[bytes]:
     while chunk := spool.read(CHUNK_BYTES):
-        if passed is not None:
-            passed(chunk)
+        if update is not None:
+            update(chunk)
         yield chunk
 
 
-class _Found:
-    """What the lines so far come to."""
-
-    def __init__(self, format: DatasetFormat) -> None:  # noqa: A002 - the API's word
-        self.format = format
-        self.examples = 0
-        self.samples: int | None = None
-
-    def add(self, line: Line) -> None:
-        read = read_line(line, self.format)
-        self.examples += 1
-        if not isinstance(read, RlLine):
-            return
-        if self.samples is not None and len(read.samples) != self.samples:
-            raise DatasetFaultError(
-                f"line {line.number} has {len(read.samples)} samples, those before have {self.samples}: each line needs the same number"
-            )
-        self.samples = len(read.samples)
-
-
-def _checked(chunks: Iterator[bytes], declared: DatasetFormat | None) -> _Found:
-    found: _Found | None = None
-    for line in lines_in(chunks):
-        found = found or _Found(declared or format_of(line))
-        found.add(line)
-    if found is None:
+def _check(chunks: Iterator[bytes], declared: DatasetFormat | None) -> tuple[DatasetFormat, int, int | None]:
+    """Check all lines; returns the format, the number of lines, and the samples of each line of format RL."""
+    format, examples, samples = declared, 0, None  # noqa: A001 - the API's word
+    for line in split_lines(chunks):
+        format = format or infer_format(line)  # noqa: A001 - as above
+        found = read_line(line, format)
+        examples += 1
+        if isinstance(found, RlLine):
+            if samples is not None and len(found.samples) != samples:
+                raise DatasetFaultError(
+                    f"line {line.number} has {len(found.samples)} samples, those before have {samples}: each line needs the same number"
+                )
+            samples = len(found.samples)
+    if format is None or not examples:
         raise DatasetFaultError("the file has no example: every line is empty")
-    return found
+    return format, examples, samples

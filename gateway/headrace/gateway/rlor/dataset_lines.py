@@ -1,15 +1,16 @@
-"""Lines of a dataset: JSONL cut into lines, and what a line must be in each format.
+"""Lines of a dataset: JSONL split into lines, and the form of a line in each format.
 
-A byte order mark at the beginning and empty lines are ignored; a line may end in CRLF, and the last one in nothing. Guarantees: one line at
-most is in memory, none above `MAX_LINE_BYTES`, and none is parsed that could hold more than `MAX_LINE_VALUES` values: parsing one holds the
-interpreter for a fraction of a second. A fault names the line, counted from 1 with the empty ones, and the place in it.
+A byte order mark at the beginning and empty lines are ignored. A line may end in CRLF, and the last one needs no line end.
+Guarantees: memory holds one line at most, of at most `MAX_LINE_BYTES`. A line that could hold more than `MAX_LINE_VALUES` values is not
+parsed, so that parsing never holds the interpreter for more than a fraction of a second. A fault names the place and the line, counted from
+1 with the empty ones.
 Limitations: only the first fault is named; brackets and commas inside texts count as values too.
 """
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,18 +26,18 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class DatasetFaultError(HeadraceError):
-    """A file that can't be part of a dataset; says which line and what is wrong with it."""
+    """A file that cannot be part of a dataset; the message has the line and the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line that is not empty, without what ends it. Raises `DatasetFaultError` if it could hold more than `MAX_LINE_VALUES` values."""
+    """A line that is not empty, without its end. Raises `DatasetFaultError` if it could hold more than `MAX_LINE_VALUES` values."""
 
     number: int
     """From 1, with the empty ones."""
     text: bytes
     ended: bool
-    """Whether a line end stands behind it; only a last line may have none."""
+    """Whether a line end follows; only the last line may have none."""
 
     def __post_init__(self) -> None:
         # Each value of an object or array has a bracket or a comma before it.
@@ -50,36 +51,6 @@ class _Example(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
 
-class RlSample(_Example):
-    """One answer to a prompt: its conversation, and what it scored. Other keys are allowed."""
-
-    messages: list[Message] = Field(min_length=1)
-    evals: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
-
-    @model_validator(mode="after")
-    def _can_be_trained(self) -> "RlSample":
-        _check_assistant_last(self.messages)
-        for name, value in (self.evals or {}).items():
-            if not _is_number(value):
-                raise ValueError(f"evals.{name}: a metric is a JSON number, not {type(value).__name__}")
-        if not self.metrics:
-            raise ValueError('no metric: give numbers in `evals`, such as {"score": 0.5}, or beside `messages`')
-        return self
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Metrics by name: those in `evals`; without any there, the numbers beside `messages`."""
-        beside = {name: value for name, value in (self.model_extra or {}).items() if _is_number(value)}
-        return {name: float(value) for name, value in (self.evals or beside).items()}
-
-
-class RlLine(_Example):
-    """A line of format RL: the answers to one prompt."""
-
-    samples: list[RlSample] = Field(min_length=2)
-
-
 class ChatLine(_Example):
     """A line of format CHAT: a conversation to imitate."""
 
@@ -87,9 +58,38 @@ class ChatLine(_Example):
     tools: list[Tool] | None = None
 
     @model_validator(mode="after")
-    def _can_be_trained(self) -> "ChatLine":
-        _check_assistant_last(self.messages)
+    def _is_trainable(self) -> Self:
+        role = self.messages[-1].role
+        if role != "assistant":
+            raise ValueError(f"messages: the last one is of {role}: the answer to train on, of assistant, must be the last")
         return self
+
+
+class RlSample(ChatLine):
+    """One answer to a prompt: its conversation and its scores. Other keys are allowed."""
+
+    evals: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_metrics(self) -> Self:
+        for name, value in (self.evals or {}).items():
+            if not _is_number(value):
+                raise ValueError(f"evals.{name}: a metric is a JSON number, not {type(value).__name__}")
+        if not self.metrics:
+            raise ValueError('no metric: give numbers in `evals`, such as {"score": 0.5}, or next to `messages`')
+        return self
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name: those in `evals`; if it has none, the other numbers of the sample."""
+        numbers = {name: value for name, value in (self.model_extra or {}).items() if _is_number(value)}
+        return {name: float(value) for name, value in (self.evals or numbers).items()}
+
+
+class RlLine(_Example):
+    """A line of format RL: the answers to one prompt."""
+
+    samples: list[RlSample] = Field(min_length=2)
 
 
 class CompletionLine(_Example):
@@ -100,52 +100,40 @@ class CompletionLine(_Example):
 
 
 _EXAMPLES: dict[DatasetFormat, type[RlLine | ChatLine | CompletionLine]] = {"RL": RlLine, "CHAT": ChatLine, "COMPLETION": CompletionLine}
-_TELLING: dict[str, DatasetFormat] = {"samples": "RL", "messages": "CHAT", "prompt": "COMPLETION"}
+_FORMAT_KEYS: dict[str, DatasetFormat] = {"samples": "RL", "messages": "CHAT", "prompt": "COMPLETION"}
 
 
-def lines_in(chunks: Iterable[bytes]) -> Iterator[Line]:
-    """Lines that are not empty.
-
-    Raises:
-        DatasetFaultError: a line above `MAX_LINE_BYTES`.
-    """
+def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
+    """The lines that are not empty. Raises DatasetFaultError (a line above `MAX_LINE_BYTES`)."""
     begun: list[bytes] = []
     number, size = 1, 0
     for chunk in chunks:
         *ends, rest = chunk.split(b"\n")
         for end in ends:
-            yield from _filled(number, b"".join((*begun, end)), ended=True)
+            yield from _line(number, b"".join((*begun, end)), ended=True)
             number, size = number + 1, 0
             begun.clear()
         begun.append(rest)
         size += len(rest)
         if size > MAX_LINE_BYTES:
             raise DatasetFaultError(f"line {number} has more than {MAX_LINE_BYTES} bytes: are there line ends (\\n) in the file?")
-    yield from _filled(number, b"".join(begun), ended=False)
+    yield from _line(number, b"".join(begun), ended=False)
 
 
 def read_line(line: Line, format: DatasetFormat) -> RlLine | ChatLine | CompletionLine:  # noqa: A002 - the API's word
-    """A line, checked.
-
-    Raises:
-        DatasetFaultError: it is not of this format.
-    """
-    value = _json_of(line)
+    """The example on a line. Raises DatasetFaultError (the line is not of this format)."""
+    value = _parse(line)
     try:
         return validate(_EXAMPLES[format], value)
     except CodecError as error:
         raise DatasetFaultError(f"line {line.number}: {error}") from error
 
 
-def format_of(line: Line) -> DatasetFormat:
-    """The format that a line seems to be of.
-
-    Raises:
-        DatasetFaultError: none.
-    """
-    found = _json_of(line)
+def infer_format(line: Line) -> DatasetFormat:
+    """The format of a line. Raises DatasetFaultError (no format has such a line)."""
+    found = _parse(line)
     if isinstance(found, dict):
-        for key, format in _TELLING.items():  # noqa: A001 - as above
+        for key, format in _FORMAT_KEYS.items():  # noqa: A001 - as above
             if key in found:
                 return format
     raise DatasetFaultError(
@@ -153,24 +141,19 @@ def format_of(line: Line) -> DatasetFormat:
     )
 
 
-def _filled(number: int, text: bytes, *, ended: bool) -> Iterator[Line]:
+def _line(number: int, text: bytes, *, ended: bool) -> Iterator[Line]:
     if number == 1:
         text = text.removeprefix(_BOM)
     if text := text.strip():
         yield Line(number, text, ended)
 
 
-def _json_of(line: Line) -> Any:  # noqa: ANN401 - raw JSON
+def _parse(line: Line) -> Any:  # noqa: ANN401 - raw JSON
     try:
         return load_json(line.text)
     except CodecError as error:
         cut_off = "" if line.ended else ". It is the last line, and has no line end: was the file cut off?"
         raise DatasetFaultError(f"line {line.number}: {error}{cut_off}") from error
-
-
-def _check_assistant_last(messages: list[Message]) -> None:
-    if messages[-1].role != "assistant":
-        raise ValueError(f"messages: the last one is of {messages[-1].role}: the answer to train on, of assistant, must be the last")
 
 
 def _is_number(value: object) -> bool:

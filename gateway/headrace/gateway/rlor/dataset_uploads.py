@@ -1,29 +1,38 @@
-"""Bytes of a dataset's file, from a request to the object store and into the log.
+"""Uploads of a dataset's files: from a request, or from a signed address, to the object store and into the log.
 
-They are spooled to a temporary file as they come, checked there line by line, stored, and then named in the log. Guarantees: an upload that
-breaks off, is too short or has a line that can't be is not part of the dataset, whose `status` says why; a dataset that is READY does not
-change any more. Gives up: going on with an upload that broke off; it is sent again.
+An upload goes to a temporary file, is checked there line by line, is stored, and then its record is written. A signed address accepts one
+file without a key, for an hour.
+Guarantees: an upload that breaks off, is too short or has an invalid line is not part of the dataset, whose `status` has the fault; a READY
+dataset does not change. An address is valid only for this dataset, file name and size, and not for a dataset that was created again under
+the name. All gateways with one `gateway.secrets_key` accept each other's addresses.
+Limitations: an upload that broke off cannot be continued. Without `gateway.secrets_key` an address is valid only at the gateway process
+that made it. An address cannot be withdrawn.
 """
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import logging
 import re
+import secrets
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import IO
+from urllib.parse import quote, urlencode
 
 from fastapi import Request
 from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect
 
+from headrace.core.settings import GatewaySettings
 from headrace.core.store import StoreError
 from headrace.gateway.facts import fact_record, write_fact
 from headrace.gateway.gate import Gate
 from headrace.gateway.log_writer import OvertakenError, Turn
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
-from headrace.gateway.rlor.dataset_facts import Dataset, find_dataset
-from headrace.gateway.rlor.dataset_files import delete_files, take_in
+from headrace.gateway.rlor.dataset_files import Dataset, delete_files, find_dataset, store_file
 from headrace.gateway.rlor.dataset_lines import DatasetFaultError
 from headrace.schemas.base import utc_now
 from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, dataset_file_key, dataset_key
@@ -32,16 +41,14 @@ logger = logging.getLogger(__name__)
 
 _IN_MEMORY_BYTES = 1024 * 1024
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]")
+_VALID_SECONDS = 3600
+_PROCESS_KEY = secrets.token_bytes(32)
 
 
 @contextlib.asynccontextmanager
 async def multipart_file(request: Request) -> AsyncIterator[UploadFile]:
-    """The part `file` of a multipart body, all of it in a temporary file.
-
-    Raises:
-        ProblemError: 400: there is none, or the body broke off; 503: there is no space for it.
-    """
-    with _receiving():
+    """The part `file` of a multipart body, in a temporary file. Raises ProblemError (400: none, or it broke off; 503: no space)."""
+    with _receive_errors():
         form = await request.form(max_files=1, max_fields=8)
     try:
         file = form.get("file")
@@ -54,14 +61,10 @@ async def multipart_file(request: Request) -> AsyncIterator[UploadFile]:
 
 @contextlib.asynccontextmanager
 async def body_file(request: Request, size: int) -> AsyncIterator[IO[bytes]]:
-    """The body as it is, all of it in a temporary file.
-
-    Raises:
-        ProblemError: 400: it has another size, or broke off; 503: there is no space for it.
-    """
+    """The body in a temporary file. Raises ProblemError (400: another size, or it broke off; 503: no space)."""
     received = 0
     with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES) as spool:
-        with _receiving():
+        with _receive_errors():
             async for chunk in request.stream():
                 received += len(chunk)
                 await asyncio.to_thread(spool.write, chunk)
@@ -72,82 +75,86 @@ async def body_file(request: Request, size: int) -> AsyncIterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def _receiving() -> Iterator[None]:
+def _receive_errors() -> Iterator[None]:
     try:
         yield
     except ClientDisconnect:
         raise ProblemError(400, "the upload broke off: send it again") from None
     except OSError as error:
-        logger.error("an upload can't be kept in %s: %s", tempfile.gettempdir(), error)  # noqa: TRY400 - said by its text
+        logger.error("cannot keep an upload in %s: %s", tempfile.gettempdir(), error)  # noqa: TRY400 - the text says enough
         raise ProblemError(503, f"the gateway has no place for the file while it comes in ({error.strerror}): try again later") from None
 
 
-def file_name_of(text: str | None) -> str:
-    """A file's name as the log keeps it: what is not a letter, digit, dot, dash or underscore is an underscore."""
+def safe_file_name(text: str | None) -> str:
+    """A file name for the log: each character that is not a letter, digit, dot, dash or underscore becomes an underscore."""
     return _NOT_IN_NAMES.sub("_", text or "")[-128:] or "file.jsonl"
 
 
+def upload_url(settings: GatewaySettings, base_url: str, dataset: DatasetFact, name: str, size: int) -> str:
+    """A signed address for one file. `base_url` is where the client reached the gateway, with a slash at its end."""
+    expires = int(time.time()) + _VALID_SECONDS
+    path = "/".join(quote(part, safe="") for part in ("v1", "accounts", dataset.account, "datasets", dataset.dataset, "uploads", name))
+    query = {"size": size, "expires": expires, "signature": _signature(settings, dataset, name, size, expires)}
+    return f"{base_url}{path}?{urlencode(query)}"
+
+
+def check_signature(settings: GatewaySettings, dataset: DatasetFact, name: str, *, size: int, expires: int, signature: str) -> None:
+    """Raise `ProblemError` 403 for an address that is not from a gateway with this key, or that has expired."""
+    if not hmac.compare_digest(_signature(settings, dataset, name, size, expires).encode(), signature.encode()):
+        raise ProblemError(403, "the address is not one that this gateway gave for this file: ask :getUploadEndpoint for one")
+    if expires < time.time():
+        raise ProblemError(403, "the address has expired: ask :getUploadEndpoint for a new one")
+
+
 async def add_file(gate: Gate, dataset: Dataset, name: str, spool: IO[bytes], *, completes: bool) -> DatasetFile:
-    """Make a file part of a dataset.
+    """Make a file part of a dataset, which is UPLOADING, or READY with this very file. With `completes` the dataset is READY then.
 
-    Args:
-        gate: The gateway's.
-        dataset: Which; UPLOADING, or READY with this very file.
-        name: Of the file.
-        spool: All of it.
-        completes: The dataset is READY with it.
-
-    Raises:
-        ProblemError: 400: the file can't be part of it, or the dataset is READY without it; 404: deleted meanwhile.
-        KafkaUnavailableError: nothing was changed.
-        StoreUnavailableError: the same.
+    Raises ProblemError (400: the file cannot be part of it, or the dataset is READY without it; 404: the dataset was deleted meanwhile).
     """
-    fact = dataset.fact
+    record = dataset.record
     try:
-        file = await asyncio.to_thread(take_in, gate.store, fact, name, spool)
+        file = await asyncio.to_thread(store_file, gate.store, record, name, spool)
     except DatasetFaultError as error:
-        await _note_fault(gate, fact, f"{name}: {error}")
+        await _write_fault(gate, record, f"{name}: {error}")
         raise ProblemError(400, f"{name}: {error}") from error
     key, is_written = dataset_file_key(file), False
     while not is_written:
-        now = find_dataset(await gate.view.fresh(), fact.account, fact.dataset)
-        same = [there for there in now.files if there.sha256 == file.sha256]
-        if any(there.name == name for there in same) and now.fact.state == "READY":
+        now = find_dataset(await gate.view.fresh(), record.account, record.dataset)
+        same = [other for other in now.files if other.sha256 == file.sha256]
+        if any(other.name == name for other in same) and now.record.state == "READY":
             return file  # a repeat
-        kept = Dataset(now.fact, [*(there for there in now.files if there.name != name), file])
-        if (refusal := _refusal(dataset, kept, completes=completes)) is not None:
-            await remove_files(gate, [] if same else [file])  # an object is named by its content
-            raise refusal
-        changed = now.fact.model_copy(update={"fault": None, "state": "READY" if completes else "UPLOADING", "updated_at": utc_now()})
-        records = [fact_record(gate, file), fact_record(gate, changed)]
-        # Another file may come in beside it, or a deletion: the next look says what is to be done then.
+        changed = Dataset(now.record, [*(other for other in now.files if other.name != name), file])
+        if (rejection := _rejection(dataset, changed, completes=completes)) is not None:
+            await remove_files(gate, [] if same else [file])  # files with one content share an object
+            raise rejection
+        state = "READY" if completes else "UPLOADING"
+        new_record = now.record.model_copy(update={"fault": None, "state": state, "updated_at": utc_now()})
+        records = [fact_record(gate, file), fact_record(gate, new_record)]
+        # Another file or a deletion can come in between: the next round sees it.
         with contextlib.suppress(OvertakenError):
-            await gate.writer.commit(records, is_in=lambda: gate.view.tables.facts.get(key) == file, turn=while_it_is(gate, now.fact))
+            turn = while_unchanged(gate, now.record)
+            await gate.writer.commit(records, is_in=lambda: gate.view.tables.facts.get(key) == file, turn=turn)
             is_written = True
-    await remove_files(gate, [there for there in now.files if there.sha256 not in {other.sha256 for other in kept.files}])
+    await remove_files(gate, [old for old in now.files if old.sha256 not in {other.sha256 for other in changed.files}])
     return file
 
 
 async def complete(gate: Gate, dataset: Dataset) -> None:
-    """Make a dataset READY, whose files were put one by one.
-
-    Raises:
-        ProblemError: 400: it has none, one is missing, or they can't be one dataset.
-    """
-    fact = dataset.fact
-    if fact.state == "READY":
+    """Make a dataset READY whose files were uploaded one by one. Raises ProblemError (400: a file is missing, or they disagree)."""
+    record = dataset.record
+    if record.state == "READY":
         return
-    missing = sorted(set(fact.expected) - {file.name for file in dataset.files})
+    missing = sorted(set(record.expected) - {file.name for file in dataset.files})
     if missing or not dataset.files:
-        why = fact.fault or f"not uploaded yet: {', '.join(missing) or 'any file'}"
+        why = record.fault or f"not uploaded yet: {', '.join(missing) or 'any file'}"
         raise ProblemError(400, f"{dataset.name}: {why}", code=FAILED_PRECONDITION)
-    if (fault := dataset.disagreement()) is not None:
+    if (fault := dataset.find_disagreement()) is not None:
         raise ProblemError(400, f"{dataset.name}: {fault}")
-    await write_change(gate, fact.model_copy(update={"state": "READY", "fault": None, "updated_at": utc_now()}), before=fact)
+    await write_change(gate, record, state="READY", fault=None)
 
 
 async def remove_files(gate: Gate, files: list[DatasetFile]) -> None:
-    """Delete objects that nothing names any more; where the store does not answer, they stay."""
+    """Delete objects that no record names any more; if the store does not answer, they stay."""
     if not files:
         return
     try:
@@ -156,46 +163,36 @@ async def remove_files(gate: Gate, files: list[DatasetFile]) -> None:
         logger.warning("%d files of dataset %s stay in the store, unused: %s", len(files), files[0].dataset, error)
 
 
-async def write_new(gate: Gate, fact: DatasetFact) -> None:
-    """Write the fact of a dataset that nobody has made yet.
-
-    Raises:
-        OvertakenError: somebody has, meanwhile.
-        KafkaUnavailableError: nothing was changed.
-    """
-    key = dataset_key(fact.account, fact.dataset)
-    await write_fact(gate, fact, turn=Turn.while_unchanged(fact.account, gate.view.tables.facts, {key: None}))
+async def write_change(gate: Gate, record: DatasetFact, **changes: object) -> None:
+    """Write a dataset's record with changes. Raises OvertakenError (the record has changed meanwhile; nothing was written)."""
+    await write_fact(gate, record.model_copy(update={**changes, "updated_at": utc_now()}), turn=while_unchanged(gate, record))
 
 
-async def write_change(gate: Gate, fact: DatasetFact, *, before: DatasetFact) -> None:
-    """Write a dataset's fact in the place of the one that it was made of.
-
-    Raises:
-        OvertakenError: that one is there no more; nothing was changed.
-        KafkaUnavailableError: nothing was changed.
-    """
-    await write_fact(gate, fact, turn=while_it_is(gate, before))
+def while_unchanged(gate: Gate, record: DatasetFact) -> Turn:
+    """For a change that is based on this record: a dataset that was deleted meanwhile must not come back."""
+    return Turn.while_unchanged(record.account, gate.view.tables.facts, {dataset_key(record.account, record.dataset): record})
 
 
-def while_it_is(gate: Gate, fact: DatasetFact) -> Turn:
-    """For what is right only while a dataset is as this fact says: one that was deleted meanwhile must not come back."""
-    key = dataset_key(fact.account, fact.dataset)
-    return Turn.while_unchanged(fact.account, gate.view.tables.facts, {key: fact})
-
-
-def _refusal(asked: Dataset, kept: Dataset, *, completes: bool) -> ProblemError | None:
-    """Why a dataset can't have the files that it would have; `asked` is how it stood when they began to come in."""
-    if kept.fact.incarnation != asked.fact.incarnation:
-        return ProblemError(404, f"{kept.name} was deleted while the file came in, and made anew: send it again")
-    if kept.fact.state == "READY":
-        return ProblemError(400, f"{kept.name} is READY and does not change any more: create another dataset", code=FAILED_PRECONDITION)
-    if completes and (fault := kept.disagreement()) is not None:
-        return ProblemError(400, f"{kept.name}: {fault}")
+def _rejection(before: Dataset, changed: Dataset, *, completes: bool) -> ProblemError | None:
+    """Why a dataset cannot have the files of `changed`; `before` is the dataset when the upload began."""
+    if changed.record.incarnation != before.record.incarnation:
+        return ProblemError(404, f"{changed.name} was deleted and created again during the upload: send the file again")
+    if changed.record.state == "READY":
+        return ProblemError(400, f"{changed.name} is READY and does not change any more: create another dataset", code=FAILED_PRECONDITION)
+    if completes and (fault := changed.find_disagreement()) is not None:
+        return ProblemError(400, f"{changed.name}: {fault}")
     return None
 
 
-async def _note_fault(gate: Gate, fact: DatasetFact, fault: str) -> None:
-    now = gate.view.tables.facts.get(dataset_key(fact.account, fact.dataset))
-    if isinstance(now, DatasetFact) and now.incarnation == fact.incarnation and now.state == "UPLOADING":
-        with contextlib.suppress(OvertakenError):  # it is no longer what the fault is of
-            await write_change(gate, now.model_copy(update={"fault": fault[:2000], "updated_at": utc_now()}), before=now)
+async def _write_fault(gate: Gate, record: DatasetFact, fault: str) -> None:
+    now = gate.view.tables.facts.get(dataset_key(record.account, record.dataset))
+    if isinstance(now, DatasetFact) and now.incarnation == record.incarnation and now.state == "UPLOADING":
+        with contextlib.suppress(OvertakenError):  # the fault is of a former state
+            await write_change(gate, now, fault=fault[:2000])
+
+
+def _signature(settings: GatewaySettings, dataset: DatasetFact, name: str, size: int, expires: int) -> str:
+    secret = settings.secrets_key
+    key = _PROCESS_KEY if secret is None else hmac.digest(secret.get_secret_value().encode(), b"dataset uploads", "sha256")
+    content = "\n".join((dataset.account, dataset.dataset, dataset.incarnation, name, str(size), str(expires)))
+    return hmac.new(key, content.encode(), hashlib.sha256).hexdigest()

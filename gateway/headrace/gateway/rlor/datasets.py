@@ -1,7 +1,8 @@
 """Datasets of the RLOR API: create, list, get, upload (multipart, or by a signed address), validate, delete.
 
-Guarantees: READY means that every line of every file was read and fits its format, and that all files are in the store; a dataset that is
-READY never changes. Gives up: changing one after its creation; splitting, transforming and downloading.
+Guarantees: READY means that every line of every file was read and fits its format, and that all files are in the store. A READY dataset
+never changes.
+Limitations: no change after the creation, no splits, no transformations, no downloads.
 """
 
 import uuid
@@ -12,45 +13,37 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
+from headrace.gateway.access import KnownCaller
 from headrace.gateway.body_limit import Body, takes
+from headrace.gateway.facts import write_fact
 from headrace.gateway.gate import OpenGate
-from headrace.gateway.log_writer import OvertakenError, Sealed
+from headrace.gateway.log_writer import OvertakenError, Turn
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.dataset_facts import Dataset, find_dataset, with_files
+from headrace.gateway.rlor.dataset_files import Dataset, check_external_url, find_dataset, with_files
 from headrace.gateway.rlor.dataset_uploads import (
     add_file,
     body_file,
+    check_signature,
     complete,
-    file_name_of,
     multipart_file,
     remove_files,
-    while_it_is,
+    safe_file_name,
+    upload_url,
+    while_unchanged,
     write_change,
-    write_new,
 )
-from headrace.gateway.rlor.lists import Asked, listed
-from headrace.gateway.rlor.masks import ReadMask, answered
-from headrace.gateway.rlor.names import OwnAccount, check_id
-from headrace.gateway.rlor.s3_datasets import check_url
-from headrace.gateway.rlor.signed_uploads import SignedUpload, check_upload, upload_url
-from headrace.gateway.rlor.wire import Empty, Int64, Status, Timestamp, Wire
-from headrace.schemas.base import utc_now
+from headrace.gateway.rlor.field_paths import ReadMask, resource_response
+from headrace.gateway.rlor.lists import ListParameters, list_page
+from headrace.gateway.rlor.resources import OwnAccount, check_id, delete_records, records_under
+from headrace.gateway.rlor.wire import Empty, Int64, ListPage, Status, Timestamp, Wire
 from headrace.schemas.rlor_resources import DatasetFact, dataset_file_key, dataset_key
 
 router = APIRouter(prefix="/v1/accounts/{account}/datasets", tags=["RLOR: datasets"])
 
-Format = Literal["FORMAT_UNSPECIFIED", "CHAT", "COMPLETION", "RL"]
-_MULTIPART = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {"type": "object", "required": ["file"], "properties": {"file": {"type": "string", "format": "binary"}}}
-            }
-        },
-    }
-}
-_BYTES = {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
+_BINARY = {"type": "string", "format": "binary"}
+_FORM = {"schema": {"type": "object", "required": ["file"], "properties": {"file": _BINARY}}}
+_MULTIPART = {"requestBody": {"required": True, "content": {"multipart/form-data": _FORM}}}
+_BYTES = {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": _BINARY}}}}
 
 
 class UserUploaded(Wire):
@@ -58,7 +51,7 @@ class UserUploaded(Wire):
 
 
 class DatasetObject(Wire):
-    """A dataset; what only the server sets is passed over on the way in."""
+    """A dataset; fields that only the server sets are ignored in requests."""
 
     name: str | None = None
     display_name: str = Field(default="", max_length=256)
@@ -67,7 +60,7 @@ class DatasetObject(Wire):
     created_by: str | None = None
     state: Literal["STATE_UNSPECIFIED", "UPLOADING", "READY"] | None = None
     status: Status | None = None
-    format: Format = "FORMAT_UNSPECIFIED"
+    format: Literal["FORMAT_UNSPECIFIED", "CHAT", "COMPLETION", "RL"] = "FORMAT_UNSPECIFIED"
     example_count: Int64 | None = Field(default=None, ge=0)
     external_url: str | None = None
     user_uploaded: UserUploaded | None = None
@@ -81,16 +74,14 @@ class CreateDataset(Wire):
     source_dataset_id: str = ""
 
 
-class DatasetList(Wire):
+class DatasetList(ListPage):
     """A page of datasets."""
 
     datasets: list[DatasetObject]
-    next_page_token: str | None = None
-    total_size: int
 
 
 class Uploaded(Wire):
-    """What came in; this one answer has the names of OpenAI's file objects."""
+    """An uploaded file; this one answer has the names of OpenAI's file objects."""
 
     id: str
     object: Literal["file"] = "file"
@@ -101,96 +92,83 @@ class Uploaded(Wire):
 
 
 class UploadSizes(Wire):
-    """Files that are to be uploaded."""
+    """Files that will be uploaded."""
 
     filename_to_size: dict[str, Int64] = Field(min_length=1, max_length=1000)
 
 
 class UploadAddresses(Wire):
-    """Where to put each of them."""
+    """The address of each of them."""
 
     filename_to_signed_urls: dict[str, str]
 
 
 @router.post("", response_model_exclude_none=True)
-async def create_dataset(account: str, body: CreateDataset, caller: OwnAccount, gate: OpenGate) -> DatasetObject:
-    """Create a dataset without files. 409 where there is one of this id."""
+async def create_dataset(account: OwnAccount, body: CreateDataset, caller: KnownCaller, gate: OpenGate) -> DatasetObject:
+    """Create a dataset without files. 409 if it exists."""
     dataset = check_id(body.dataset_id, "datasetId")
-    asked = body.dataset
+    fields = body.dataset
     if body.source_dataset_id:
         raise ProblemError(501, "sourceDatasetId: datasets are not made from others here: upload the file again")
-    if asked.external_url:
-        check_url(asked.external_url)
-    tables = await gate.view.fresh()
-    if dataset_key(account, dataset) in tables.facts:
-        raise _exists(account, dataset)
-    fact = DatasetFact(
+    if fields.external_url:
+        check_external_url(fields.external_url)
+    tables, key = await gate.view.fresh(), dataset_key(account, dataset)
+    exists = ProblemError(409, f"accounts/{account}/datasets/{dataset} exists: delete it first, or take another datasetId")
+    if key in tables.facts:
+        raise exists
+    record = DatasetFact(
         account=account,
         dataset=dataset,
         incarnation=uuid.uuid4().hex,
         owner=caller.owner,
-        display_name=asked.display_name,
-        format=None if asked.format == "FORMAT_UNSPECIFIED" else asked.format,
-        declared_examples=asked.example_count,
-        external_url=asked.external_url or None,
-        state="READY" if asked.external_url else "UPLOADING",
+        display_name=fields.display_name,
+        format=None if fields.format == "FORMAT_UNSPECIFIED" else fields.format,
+        declared_examples=fields.example_count,
+        external_url=fields.external_url or None,
+        state="READY" if fields.external_url else "UPLOADING",
     )
     try:
-        await write_new(gate, fact)
+        await write_fact(gate, record, turn=Turn.while_unchanged(account, gate.view.tables.facts, {key: None}))
     except OvertakenError:
-        raise _exists(account, dataset) from None
-    return _shown(Dataset(fact, []))
+        raise exists from None
+    return _resource(Dataset(record, []))
 
 
 @router.get("", response_model=DatasetList)
-async def list_datasets(
-    account: str,
-    caller: OwnAccount,  # noqa: ARG001 - checks
-    gate: OpenGate,
-    asked: Asked,
-) -> JSONResponse:
-    """Datasets of the account; 50 a page unless asked, 200 at most."""
+async def list_datasets(account: OwnAccount, gate: OpenGate, parameters: ListParameters) -> JSONResponse:
+    """Datasets of the account; 50 a page by default, 200 at most."""
     tables = await gate.view.fresh()
-    facts = [fact for fact in tables.facts_under(dataset_key(account, "")) if isinstance(fact, DatasetFact)]
-    rows = [_shown(with_files(tables, fact)) for fact in facts]
-    return JSONResponse(listed(rows, DatasetObject, asked, key="datasets", account=account))
+    rows = [_resource(with_files(tables, record)) for record in records_under(tables, dataset_key(account, ""), DatasetFact)]
+    return JSONResponse(list_page(rows, DatasetObject, parameters, key="datasets", account=account))
 
 
 @router.post("/{dataset}:upload", openapi_extra=_MULTIPART)
 @takes(Body.UPLOAD)
-async def upload(account: str, dataset: str, request: Request, caller: OwnAccount, gate: OpenGate) -> Uploaded:  # noqa: ARG001 - checks
+async def upload(account: OwnAccount, dataset: str, request: Request, gate: OpenGate) -> Uploaded:
     """Upload the dataset's file, as part `file` of a multipart body. The dataset is READY then."""
     found = find_dataset(await gate.view.fresh(), account, dataset)
     async with multipart_file(request) as part:
-        file = await add_file(gate, found, file_name_of(part.filename), part.file, completes=True)
+        file = await add_file(gate, found, safe_file_name(part.filename), part.file, completes=True)
     return Uploaded(id=dataset, bytes=file.size, created_at=int(file.stored_at.timestamp()), filename=file.name)
 
 
 @router.post("/{dataset}:getUploadEndpoint")
-async def get_upload_endpoint(
-    *,
-    account: str,
-    dataset: str,
-    body: UploadSizes,
-    request: Request,
-    caller: OwnAccount,  # noqa: ARG001 - checks
-    gate: OpenGate,
-) -> UploadAddresses:
-    """Addresses to PUT files to, without a key; each is good for an hour. Call :validateUpload when all are there."""
-    found = find_dataset(await gate.view.fresh(), account, dataset)
+async def get_upload_endpoint(account: OwnAccount, dataset: str, body: UploadSizes, request: Request, gate: OpenGate) -> UploadAddresses:
+    """Addresses to PUT files to without a key, each valid for an hour. Call :validateUpload after all uploads."""
+    record = find_dataset(await gate.view.fresh(), account, dataset).record
     settings = gate.settings.gateway
     for name, size in body.filename_to_size.items():
-        if file_name_of(name) != name:
+        if safe_file_name(name) != name:
             raise ProblemError(
                 400, f"filenameToSize: {name[:200]!r}: a file name has 1 to 128 letters, digits, dots, dashes and underscores"
             )
         if not 0 < size <= settings.max_upload_bytes:
             raise ProblemError(400, f"filenameToSize: {name}: {size} bytes: 1 to {settings.max_upload_bytes} are possible: split the file")
-    names = tuple(sorted({*found.fact.expected, *body.filename_to_size}))
-    if names != found.fact.expected and found.fact.state == "UPLOADING":
-        await write_change(gate, found.fact.model_copy(update={"expected": names, "updated_at": utc_now()}), before=found.fact)
+    names = tuple(sorted({*record.expected, *body.filename_to_size}))
+    if names != record.expected and record.state == "UPLOADING":
+        await write_change(gate, record, expected=names)
     base = str(request.base_url)
-    urls = {name: upload_url(settings, base, found.fact, name, size) for name, size in body.filename_to_size.items()}
+    urls = {name: upload_url(settings, base, record, name, size) for name, size in body.filename_to_size.items()}
     return UploadAddresses(filename_to_signed_urls=urls)
 
 
@@ -201,56 +179,50 @@ async def put_file(
 ) -> Empty:
     """Upload one file to an address of :getUploadEndpoint; the address is the permission."""
     found = find_dataset(await gate.view.fresh(), account, dataset)
-    check_upload(gate.settings.gateway, found.fact, SignedUpload(name=name, size=size, expires=expires, signature=signature))
+    check_signature(gate.settings.gateway, found.record, name, size=size, expires=expires, signature=signature)
     async with body_file(request, size) as spool:
         await add_file(gate, found, name, spool, completes=False)
     return Empty()
 
 
 @router.post("/{dataset}:validateUpload")
-async def validate_upload(account: str, dataset: str, caller: OwnAccount, gate: OpenGate, body: Empty | None = None) -> Empty:  # noqa: ARG001 - checks
-    """All files are there: make the dataset READY."""
+async def validate_upload(account: OwnAccount, dataset: str, gate: OpenGate, body: Empty | None = None) -> Empty:  # noqa: ARG001 - documents it
+    """Make the dataset READY after all uploads."""
     await complete(gate, find_dataset(await gate.view.fresh(), account, dataset))
     return Empty()
 
 
 @router.get("/{dataset}", response_model=DatasetObject)
-async def get_dataset(account: str, dataset: str, caller: OwnAccount, gate: OpenGate, read_mask: ReadMask = "") -> JSONResponse:  # noqa: ARG001 - checks
+async def get_dataset(account: OwnAccount, dataset: str, gate: OpenGate, read_mask: ReadMask = "") -> JSONResponse:
     """One dataset."""
-    return answered(_shown(find_dataset(await gate.view.fresh(), account, dataset)), read_mask)
+    return resource_response(_resource(find_dataset(await gate.view.fresh(), account, dataset)), read_mask)
 
 
 @router.delete("/{dataset}")
-async def delete_dataset(account: str, dataset: str, caller: OwnAccount, gate: OpenGate) -> Empty:  # noqa: ARG001 - checks
+async def delete_dataset(account: OwnAccount, dataset: str, gate: OpenGate) -> Empty:
     """Delete a dataset and its files."""
-    key, topic = dataset_key(account, dataset), gate.settings.topic_names.gateway
     while True:
         found = find_dataset(await gate.view.fresh(), account, dataset)
-        gone = [Sealed(topic=topic, key=name, value=None) for name in (key, *map(dataset_file_key, found.files))]
-        with suppress(OvertakenError):  # a file has come in meanwhile, which is to go as well
-            await gate.writer.commit(gone, is_in=lambda: key not in gate.view.tables.facts, turn=while_it_is(gate, found.fact))
+        keys = [dataset_key(account, dataset), *map(dataset_file_key, found.files)]
+        with suppress(OvertakenError):  # a file was added meanwhile, which must go too
+            await delete_records(gate, keys, while_unchanged(gate, found.record))
             await remove_files(gate, list(found.files))
             return Empty()
 
 
-def _exists(account: str, dataset: str) -> ProblemError:
-    return ProblemError(409, f"accounts/{account}/datasets/{dataset} exists: delete it first, or take another datasetId")
-
-
-def _shown(dataset: Dataset) -> DatasetObject:
-    fact = dataset.fact
-    count = dataset.examples if dataset.files or (fact.state == "READY" and not fact.external_url) else fact.declared_examples
-    said = fact.format or next((file.format for file in dataset.files), None)
+def _resource(dataset: Dataset) -> DatasetObject:
+    record = dataset.record
+    is_counted = dataset.files or (record.state == "READY" and not record.external_url)
     return DatasetObject(
         name=dataset.name,
-        display_name=fact.display_name,
-        create_time=fact.created_at,
-        update_time=fact.updated_at,
-        created_by=fact.owner,
-        state=fact.state,
-        status=Status() if fact.fault is None else Status(code="INVALID_ARGUMENT", message=fact.fault),
-        format=said or "FORMAT_UNSPECIFIED",
-        example_count=count,
-        external_url=fact.external_url,
-        user_uploaded=None if fact.external_url else UserUploaded(),
+        display_name=record.display_name,
+        create_time=record.created_at,
+        update_time=record.updated_at,
+        created_by=record.owner,
+        state=record.state,
+        status=Status() if record.fault is None else Status(code="INVALID_ARGUMENT", message=record.fault),
+        format=record.format or next((file.format for file in dataset.files), "FORMAT_UNSPECIFIED"),
+        example_count=dataset.examples if is_counted else record.declared_examples,
+        external_url=record.external_url,
+        user_uploaded=None if record.external_url else UserUploaded(),
     )

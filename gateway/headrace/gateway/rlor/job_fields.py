@@ -1,16 +1,17 @@
-"""What may be asked of an RLOR trainer job: each field with its range, one class an object of the API.
+"""The fields of an RLOR trainer job with their ranges, one class for each object of the API.
 
-Guarantees: a value out of range is refused with the field's name; rules between fields are `job_rules`' business. Fields that are taken and
-do nothing here are in `WITHOUT_EFFECT`, so that the job can say so. Gives up: nothing.
+Guarantees: a value out of range is rejected with the field's name; `job_rules` has the rules between fields. The status of a job names the
+fields that are accepted and have no effect (`WITHOUT_EFFECT`).
 """
 
+import typing
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, field_validator
 from pydantic.alias_generators import to_camel
 
-from headrace.gateway.rlor.wire import Duration, Wire
+from headrace.gateway.rlor.wire import Duration, Int32, Wire
 
 _REGION_FAMILIES = {
     "US": {
@@ -21,29 +22,28 @@ _REGION_FAMILIES = {
     "EU": {"LONDON": 1, "FRANKFURT": 1, "PARIS": 1, "HELSINKI": 1, "ICELAND": 3, "ICELAND_DEV": 1},
     "NA": {"BRITISHCOLUMBIA": 1},
 }  # fmt: skip
-_REGIONS = [
-    f"{part}_{place}_{n}" for part, places in _REGION_FAMILIES.items() for place, count in places.items() for n in range(1, count + 1)
-]
-REGIONS = ("REGION_UNSPECIFIED", *_REGIONS)
-_MOST_NAMED = 50
-LONGEST_INACTIVITY = 3 * 3600.0
+REGIONS = (
+    "REGION_UNSPECIFIED",
+    *(f"{part}_{place}_{n}" for part, places in _REGION_FAMILIES.items() for place, count in places.items() for n in range(1, count + 1)),
+)
+_MAX_NAMES = 50
+MAX_INACTIVITY = 3 * 3600.0
 Ratio = Annotated[float, Field(ge=0, le=1)]
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class ConstantRate(Wire):
-    """The rate stays."""
+    """The rate is constant."""
 
 
 class FallingRate(Wire):
-    """The rate falls to `min_lr_ratio` of itself."""
+    """The rate falls to `min_lr_ratio` of its start."""
 
     min_lr_ratio: Ratio | None = None
     decay_ratio: Ratio | None = None
 
 
 class LrScheduler(Wire):
-    """Exactly one."""
+    """Exactly one is set."""
 
     constant: ConstantRate | None = None
     linear: FallingRate | None = None
@@ -51,7 +51,7 @@ class LrScheduler(Wire):
 
 
 class TrainerShardingScheme(Wire):
-    """How a trainer of the hosted service is laid out."""
+    """Layout of a trainer of the hosted service."""
 
     tensor_parallelism: Int32 | None = None
     pipeline_parallelism: Int32 | None = None
@@ -61,19 +61,13 @@ class TrainerShardingScheme(Wire):
 
 
 class TrainingConfig(Wire):
-    """From what a job trains, and how."""
+    """What a job starts from, and how it trains."""
 
     zero_is_unset = frozenset(
-        {
-            "learning_rate",
-            "max_context_length",
-            "lora_alpha",
-            "epochs",
-            "batch_size",
-            "batch_size_samples",
-            "gradient_accumulation_steps",
-            "optimizer_weight_decay",
-        }
+        (
+            *("learning_rate", "max_context_length", "lora_alpha", "epochs", "batch_size", "batch_size_samples"),
+            *("gradient_accumulation_steps", "optimizer_weight_decay"),
+        )
     )
 
     output_model: str = ""
@@ -81,12 +75,12 @@ class TrainingConfig(Wire):
     base_model: str = ""
     """Name in the catalogue of base models, or a resource name that ends with it."""
     warm_start_from: str = ""
-    """An output model to go on from, instead of a base model."""
+    """An output model to start from, instead of a base model."""
     jinja_template: str = ""
     learning_rate: float | None = Field(default=None, gt=0, le=1)
     max_context_length: int | None = Field(default=None, ge=16, le=1 << 20, multiple_of=16)
     lora_rank: int | None = None
-    """A power of two from 4 to 32; 0: all parameters are trained."""
+    """A power of two from 4 to 32; 0 trains all parameters."""
     lora_alpha: int | None = Field(default=None, ge=1, le=1 << 16)
     lora_dropout: float | None = Field(default=None, ge=0, lt=1)
     lora_target_modules: tuple[Annotated[str, Field(min_length=1)], ...] = ()
@@ -125,7 +119,7 @@ class TrainingConfig(Wire):
 
 
 class DpoConfig(Wire):
-    """Of the method DPO."""
+    """Settings of the method DPO."""
 
     zero_is_unset = frozenset({"beta"})
 
@@ -135,7 +129,7 @@ class DpoConfig(Wire):
 
 
 class OrpoConfig(Wire):
-    """Of the method ORPO."""
+    """Settings of the method ORPO."""
 
 
 class LossConfig(Wire):
@@ -147,30 +141,30 @@ class LossConfig(Wire):
     dpo: DpoConfig | None = None
     orpo: OrpoConfig | None = None
     kl_reference_job: str = ""
-    """Ours: a job with `forwardOnly` whose log-probabilities are the KL reference, instead of the model it began with."""
+    """Ours: a job with `forwardOnly` whose log-probabilities are the KL reference, instead of the model that it started with."""
 
 
 class WandbConfig(Wire):
-    """Where metrics go, too."""
+    """The Weights & Biases run that metrics are also written to."""
 
     enabled: bool = False
     api_key: str | None = Field(default=None, repr=False)
-    """Comes in, never goes out."""
+    """Input only."""
     project: str = ""
     entity: str = ""
     run_id: str = ""
 
 
 class AwsS3Config(Wire):
-    """How a dataset in S3 is read: one of the two."""
+    """Access to a dataset in S3: one of the two."""
 
     credentials_secret: str | None = Field(default=None, repr=False)
-    """Comes in, never goes out."""
+    """Input only."""
     iam_role_arn: str = Field(default="", pattern=r"^(arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/-]+)?$")
 
 
 class AzureBlobStorageConfig(Wire):
-    """How a dataset in Azure would be read."""
+    """Access to a dataset in Azure."""
 
     credentials_secret: str | None = Field(default=None, repr=False)
     managed_identity_client_id: str = ""
@@ -178,7 +172,7 @@ class AzureBlobStorageConfig(Wire):
 
 
 class JobFields(Wire):
-    """All that a client may say of a job."""
+    """All that a client can set on a job."""
 
     zero_is_unset = frozenset({"node_count", "trainer_replica_count", "inactivity_timeout"})
 
@@ -200,7 +194,7 @@ class JobFields(Wire):
     use_purpose: Literal["", "pilot"] = ""
     purpose: Literal["PURPOSE_UNSPECIFIED", "PURPOSE_PILOT"] = "PURPOSE_UNSPECIFIED"
     forward_only: bool = False
-    inactivity_timeout: Annotated[Duration, Field(gt=0, le=LONGEST_INACTIVITY)] = 600.0
+    inactivity_timeout: Annotated[Duration, Field(gt=0, le=MAX_INACTIVITY)] = 600.0
     disable_inactivity_cleanup: bool = False
     trainer_replica_count: int = Field(default=1, ge=1, lt=2**31)
     use_reservation: bool = False
@@ -210,22 +204,12 @@ class JobFields(Wire):
 
 
 WITHOUT_EFFECT = (
-    "training_config.region",
-    "training_config.sampler_checkpoint_save_interval_steps",
-    "training_config.trainer_sharding_scheme",
-    "training_config.projection_head_dim",
-    "training_config.custom_image_tag",
-    "training_config.accelerator_type",
-    "training_config.accelerator_count",
-    "training_config.base_model_weight_precision",
-    "training_config.is_intermediate",
-    "trainer_replica_count",
-    "use_reservation",
-    "reservation_target",
-    "preemptible",
-    "managed_by",
+    *("training_config.region", "training_config.sampler_checkpoint_save_interval_steps", "training_config.trainer_sharding_scheme"),
+    *("training_config.projection_head_dim", "training_config.custom_image_tag", "training_config.accelerator_type"),
+    *("training_config.accelerator_count", "training_config.base_model_weight_precision", "training_config.is_intermediate"),
+    *("trainer_replica_count", "use_reservation", "reservation_target", "preemptible", "managed_by"),
 )
-"""Kept and returned, but nothing follows from them."""
+"""Stored and returned, without any effect."""
 OUTPUT_ONLY = frozenset(
     {
         *("name", "create_time", "completed_time", "state", "status", "created_by", "accelerator_seconds", "direct_route_handle"),
@@ -233,15 +217,15 @@ OUTPUT_ONLY = frozenset(
         *("evaluation", "metrics", "logprobs", "waiting_for", "steps"),
     }
 )
-"""A client may send back what it got; these are passed over in silence."""
+"""Ignored without a notice: a client may send back the job that it got."""
 
 
 def without_effect(raw: object, fields: JobFields) -> tuple[str, ...]:
-    """What of a body does nothing: keys that nobody knows, and known ones that are set and listed above. In camelCase."""
+    """The keys of a body that have no effect, in camelCase: unknown ones, and those of `WITHOUT_EFFECT` that are set."""
     unknown = [path for path in _unknown(raw, JobFields, "") if path not in OUTPUT_ONLY]
     idle = [path for path in WITHOUT_EFFECT if _differs(fields, path)]
     names = sorted({".".join(to_camel(part) for part in path.split(".")) for path in (*unknown, *idle)})
-    return (*names[:_MOST_NAMED], "…") if len(names) > _MOST_NAMED else tuple(names)
+    return (*names[:_MAX_NAMES], "…") if len(names) > _MAX_NAMES else tuple(names)
 
 
 def _unknown(raw: object, model: type[BaseModel], at: str) -> Iterator[str]:
@@ -254,15 +238,10 @@ def _unknown(raw: object, model: type[BaseModel], at: str) -> Iterator[str]:
         if name is None:
             yield path
             continue
-        kinds = [kind for kind in _kinds(model.model_fields[name].annotation) if issubclass(kind, BaseModel)]
-        if kinds:
-            yield from _unknown(value, kinds[0], f"{path}.")
-
-
-def _kinds(annotation: object) -> list[type]:
-    if isinstance(annotation, type):
-        return [annotation]
-    return [kind for kind in getattr(annotation, "__args__", ()) if isinstance(kind, type)]
+        annotation = model.model_fields[name].annotation
+        for kind in (annotation, *typing.get_args(annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _unknown(value, kind, f"{path}.")
 
 
 def _snake(key: str) -> str:

@@ -1,34 +1,41 @@
-"""Rules between the fields of an RLOR job, and the form that it is kept in.
+"""Rules between the fields of an RLOR job, its defaults, and the settings of its model and its steps that follow from them.
 
-Guarantees: what passes can be trained by some worker: contradictions are refused with both names (400), what is not built with 501. Gives
-up: `serviceMode`, Azure, DPO and ORPO, templates of one's own, falling rates; each says so.
+Guarantees: some worker can train every job that passes. Contradictions are rejected with the names of both fields (400).
+Limitations: `serviceMode`, Azure, DPO, ORPO, custom templates and falling rates are not built; each is rejected with 501. A warm start
+needs the ledger of the job that made the weights: if that job was deleted and created again, its output models cannot be a start.
 """
 
 import math
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pydantic.alias_generators import to_camel
 
 from headrace.core.models import ModelRefusedError, check_base_model
 from headrace.core.presets import MethodNotBuiltError, PresetError, preset
 from headrace.core.settings import Settings
-from headrace.gateway.problems import ProblemError
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.job_fields import JobFields, TrainingConfig, WandbConfig
+from headrace.gateway.rlor.models import find_step
+from headrace.gateway.rlor.resources import resource_id, resource_name
+from headrace.gateway.tables import Tables
+from headrace.schemas.rlor import RlorJob, rlor_job_key
+from headrace.schemas.rlor_resources import ModelAlias, model_alias_key
 from headrace.schemas.training import LoraSettings, ModelSettings, OptimizerSettings, TrainConfig
+from headrace.schemas.weights import WeightsRef
 
 _RATE = 1e-4
 _CONTEXT = 8192
 _BATCH = 32768
 _RANK = 8
-_OF_A_WARM_START = ("lora_rank", "learning_rate", "max_context_length", "epochs", "batch_size", "batch_size_samples")
+_INHERITED = ("lora_rank", "learning_rate", "max_context_length", "epochs", "batch_size", "batch_size_samples")
 
 
-def check(fields: JobFields) -> None:
-    """Raise `ProblemError` unless the fields go together: 400, or 501 for what is not built."""
+def check_fields(fields: JobFields) -> None:
+    """Raise `ProblemError` if fields contradict each other (400) or ask for something that is not built (501)."""
     config = fields.training_config
     if bool(config.base_model) == bool(config.warm_start_from):
-        said = "both are given" if config.base_model else "neither is given"
-        raise ProblemError(400, f"trainingConfig.baseModel and trainingConfig.warmStartFrom: {said}; exactly one says what to begin with")
+        given = "both are given" if config.base_model else "neither is given"
+        raise ProblemError(400, f"trainingConfig.baseModel and trainingConfig.warmStartFrom: {given}; exactly one says what to begin with")
     if fields.azure_blob_storage_config is not None:
         raise ProblemError(501, "azureBlobStorageConfig: Azure storage is not supported: upload the dataset, or put it into S3")
     if fields.wandb_config is not None:
@@ -40,7 +47,6 @@ def check(fields: JobFields) -> None:
 
 
 def _check_tracking(config: WandbConfig) -> None:
-    """Names that the service has."""
     for field, value in (
         ("project", config.project),
         ("entity", config.entity),
@@ -52,11 +58,7 @@ def _check_tracking(config: WandbConfig) -> None:
 
 
 def reward_weights(entries: tuple[str, ...]) -> dict[str, float]:
-    """`["accuracy=0.8", "format"]` as `{"accuracy": 0.8, "format": 1.0}`.
-
-    Raises:
-        ProblemError: 400: an entry that is no `name=weight`, or a metric that is there twice.
-    """
+    """`["accuracy=0.8", "format"]` as `{"accuracy": 0.8, "format": 1.0}`. Raises ProblemError (400: invalid, or named twice)."""
     found: dict[str, float] = {}
     for index, entry in enumerate(entries):
         where = f"rewardWeights[{index}]: {entry[:80]!r}"
@@ -74,31 +76,61 @@ def reward_weights(entries: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-def filled(fields: JobFields, settings: Settings, original: TrainingConfig | None = None) -> JobFields:
-    """The fields with defaults in place of what was left out, as the job is kept.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStart:
+    """The start of a job that continues from an output model."""
 
-    Args:
-        fields: As asked.
-        settings: Say what the base model can be trained as.
-        original: Of the job that a warm start goes on from: its values, which must not differ.
+    weights: WeightsRef
+    base_model: str
+    """Name in the catalogue."""
+    original: TrainingConfig
+    """Of the job that made the weights."""
 
-    Raises:
-        ProblemError: 400: a value that differs from the original's.
+
+def warm_start(tables: Tables, account: str, name: str) -> WarmStart:
+    """The weights that an output model stands for, by digest.
+
+    Raises ProblemError (404: there is no such model; 400: it is not committed, no adapter, or its weights are no longer known).
+    """
+    field = "trainingConfig.warmStartFrom"
+    model_id = resource_id(account, "models", name, field)
+    model = resource_name(account, "models", model_id)
+    alias = tables.facts.get(model_alias_key(account, model_id))
+    if not isinstance(alias, ModelAlias):
+        raise ProblemError(404, f"{field}: {model} does not exist: name the output model of a job; a base model is a baseModel")
+    job, entry, model_view = tables.facts.get(rlor_job_key(account, alias.job)), find_step(tables, alias), tables.model(alias.model_id)
+    if entry is None:
+        view = tables.job(alias.training_job) if alias.training_job else None
+        if view is not None and not view.final:
+            raise ProblemError(400, f"{field}: {model} is not READY: its step is {view.state}", code=FAILED_PRECONDITION)
+        raise ProblemError(400, f"{field}: {model} has no weights: its step was not committed", code=FAILED_PRECONDITION)
+    if not isinstance(job, RlorJob) or job.created_at > alias.created_at or model_view is None:
+        message = f"{field}: the job that made {model} was deleted and created again: its settings are no longer known"
+        raise ProblemError(400, message, code=FAILED_PRECONDITION)
+    original = JobFields.model_validate(job.request).training_config
+    if not original.lora_rank:
+        raise ProblemError(400, f"{field}: {model} has no adapter (loraRank is 0): a warm start continues an adapter")
+    return WarmStart(weights=entry.weights, base_model=model_view.settings.base_model, original=original)
+
+
+def fill_defaults(fields: JobFields, settings: Settings, original: TrainingConfig | None = None) -> JobFields:
+    """The fields with the defaults of those that were not set; of a warm start, the values of its original.
+
+    Raises ProblemError (400: a value that differs from the original's).
     """
     config = fields.training_config
     if original is not None:
-        for name in _OF_A_WARM_START:
-            asked, was = getattr(config, name), getattr(original, name)
-            if name in config.model_fields_set and asked is not None and asked != was:
+        for name in _INHERITED:
+            value, was = getattr(config, name), getattr(original, name)
+            if name in config.model_fields_set and value is not None and value != was:
                 raise ProblemError(
                     400,
-                    f"trainingConfig.{to_camel(name)}: {asked} differs from {was}, with which {config.warm_start_from} was "
-                    "trained: a warm start goes on with the same values; leave it out, or begin with a baseModel",
+                    f"trainingConfig.{to_camel(name)}: {value} differs from {was}, with which {config.warm_start_from} was "
+                    "trained: a warm start keeps the values; leave it out, or start from a baseModel",
                 )
-        inherited = {name: getattr(original, name) for name in (*_OF_A_WARM_START, "lora_alpha", "lora_target_modules")}
+        inherited = {name: getattr(original, name) for name in (*_INHERITED, "lora_alpha", "lora_target_modules")}
         return fields.model_copy(update={"training_config": config.model_copy(update=inherited)})
-    base = base_model_name(config.base_model)
-    entry = settings.base_models.get(base)
+    entry = settings.base_models.get(base_model_name(config.base_model))
     only_full = entry is not None and "lora" not in entry.trainable
     rank = config.lora_rank if config.lora_rank is not None else 0 if only_full else _RANK
     defaults = {
@@ -117,16 +149,7 @@ def base_model_name(name: str) -> str:
 
 
 def model_settings(fields: JobFields, settings: Settings, base_model: str) -> ModelSettings:
-    """How the job's model is trained.
-
-    Args:
-        fields: Filled.
-        settings: With the catalogue.
-        base_model: Name in the catalogue.
-
-    Raises:
-        ProblemError: 400: the catalogue has no such base model, or it can't be trained that way.
-    """
+    """The settings of the job's model, from fields with defaults. Raises ProblemError (400: not in the catalogue, or not allowed)."""
     config = fields.training_config
     context, batch = config.max_context_length or _CONTEXT, config.batch_size or _BATCH
     method: TrainConfig = preset(fields.loss_config.method, fields.loss_config.kl_beta)
@@ -135,12 +158,12 @@ def model_settings(fields: JobFields, settings: Settings, base_model: str) -> Mo
         "packed_sequence_length": min(context, batch),
         "allow_training_without_logprobs": True,
     }
-    optimizer = {"warmup_updates": config.learning_rate_warmup_steps}
+    optimizer: dict[str, object] = {"warmup_updates": config.learning_rate_warmup_steps}
     if config.optimizer_weight_decay is not None:
-        optimizer["weight_decay"] = config.optimizer_weight_decay  # type: ignore[assignment]
-    lora: Mapping[str, object] = {"r": config.lora_rank, "alpha": config.lora_alpha} if config.lora_rank else {}
+        optimizer["weight_decay"] = config.optimizer_weight_decay
+    lora: dict[str, object] = {"r": config.lora_rank, "alpha": config.lora_alpha} if config.lora_rank else {}
     if config.lora_rank and config.lora_target_modules:
-        lora = {**lora, "target_modules": config.lora_target_modules}
+        lora["target_modules"] = config.lora_target_modules
     found = ModelSettings(
         base_model=base_model,
         adaptation="lora" if config.lora_rank else "full",
@@ -157,10 +180,10 @@ def model_settings(fields: JobFields, settings: Settings, base_model: str) -> Mo
 
 
 def step_config(fields: JobFields, dataset_bytes: int, samples: int) -> TrainConfig:
-    """What a step's job says beside its model's settings: in how many updates it trains.
+    """The settings of a step's training jobs that are not the model's: the size of an update.
 
-    `batchSize` is the most tokens of one update, `batchSizeSamples` the most samples. A dataset of at most so many bytes has at most so
-    many tokens: one update then. Several updates need the policy as it was before the first, for the ratio.
+    `batchSize` is the most tokens of one update, `batchSizeSamples` the most samples. A dataset has at most one token a byte, so a small
+    one is one update. With several updates, the importance ratio needs the log-probabilities of the policy before the first.
     """
     if fields.forward_only:
         return TrainConfig(allow_training_without_logprobs=True)
@@ -185,7 +208,7 @@ def _check_mode(fields: JobFields) -> None:
         if config.lora_rank:
             raise ProblemError(400, f"trainingConfig.loraRank: {config.lora_rank} with serviceMode: it must be 0 there (all parameters)")
         if config.warm_start_from:
-            raise ProblemError(400, "trainingConfig.warmStartFrom: a job with serviceMode begins with a baseModel")
+            raise ProblemError(400, "trainingConfig.warmStartFrom: a job with serviceMode starts from a baseModel")
         raise ProblemError(501, "serviceMode is not built yet: use keepAlive and :executeTrainStep, or one job a step")
     if fields.hot_load_deployment_id and not fields.keep_alive:
         raise ProblemError(400, "hotLoadDeploymentId: only with keepAlive or serviceMode; of one step, rolloutDeploymentName can load it")
@@ -219,10 +242,10 @@ def _check_adapter(config: TrainingConfig) -> None:
     if config.jinja_template:
         raise ProblemError(501, "trainingConfig.jinjaTemplate: the base model's own chat template is used; leave it out")
     if config.lora_dropout:
-        raise ProblemError(501, "trainingConfig.loraDropout: only 0, since a step must give the same bits when it is run again")
+        raise ProblemError(501, "trainingConfig.loraDropout: only 0, since a rerun of a step must give the same bits")
     if config.lr_scheduler is not None:
         named = sorted(config.lr_scheduler.model_fields_set)
         if len(named) != 1:
             raise ProblemError(400, "trainingConfig.lrScheduler: exactly one of constant, linear and cosine")
         if named != ["constant"]:
-            raise ProblemError(501, f"trainingConfig.lrScheduler.{named[0]}: only constant; with keepAlive, nobody knows the last step")
+            raise ProblemError(501, f"trainingConfig.lrScheduler.{named[0]}: only constant; with keepAlive, the last step is not known")

@@ -1,9 +1,11 @@
-"""RLOR trainer jobs: create, get, list, delete. What else is asked of one is in `job_verbs`.
+"""RLOR trainer jobs: create, get, list, delete, `:executeTrainStep`, `:cancel`, `:resume`.
 
-Guarantees: a creation is one transaction (the job, the command that creates its model, and with `dataset` its step); of two of one id, at
-whatever gateways, one is answered with 200; one that is repeated by the client's own retry is answered as the first. Unknown keys are
-taken, as the hosted service's own clients send some, and `status.message` names what has no effect. Gives up: `trainingShape`; validations
-can't be skipped.
+Guarantees: an answer comes after the commit, and each change is one transaction; a creation is the job, the command that creates its model
+and, with `dataset`, its step. Of two creations with one id, at any gateways, one is answered with 200. Of two changes of one job at two
+gateways in the same moment, one is made; the other is 409, and the client may repeat it. The client's own retry of a creation or a step
+gets the first answer. A call that the job's state does not allow is 400 with gRPC's FAILED_PRECONDITION and the state. Unknown keys are
+accepted, since the hosted service's own clients send some; `status.message` names the keys without effect.
+Limitations: a job runs one step at a time. No `trainingShape`; validations cannot be skipped.
 """
 
 import asyncio
@@ -15,30 +17,28 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
+from pydantic import Field
 
-from headrace.core.lanes import lane_of
-from headrace.gateway.access import Caller
+from headrace.gateway.access import Caller, KnownCaller
 from headrace.gateway.gate import Gate, OpenGate
-from headrace.gateway.log_writer import OvertakenError, Sealed, sealed
-from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.bodies import object_of, read_as
-from headrace.gateway.rlor.deployment_facts import check_own_bucket, is_of_another
-from headrace.gateway.rlor.job_facts import KIND, Job, changing, each_job, find_job
+from headrace.gateway.log_writer import OvertakenError
+from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
+from headrace.gateway.rlor.dataset_files import S3_SECRET, parse_credentials
+from headrace.gateway.rlor.deployment_state import belongs_to_another, check_snapshot_source
+from headrace.gateway.rlor.field_paths import ReadMask, resource_response
 from headrace.gateway.rlor.job_fields import JobFields, without_effect
-from headrace.gateway.rlor.job_rules import base_model_name, check, filled, model_settings
-from headrace.gateway.rlor.lists import Asked, listed
-from headrace.gateway.rlor.masks import ReadMask, answered
-from headrace.gateway.rlor.names import PROJECT, OwnAccount, id_in, name_of, rlor_model_id
-from headrace.gateway.rlor.s3_datasets import S3_SECRET, credentials
-from headrace.gateway.rlor.shown_job import RlorTrainerJob, shown
-from headrace.gateway.rlor.steps import output_model, prepare, write_job, write_step
+from headrace.gateway.rlor.job_rules import base_model_name, check_fields, fill_defaults, model_settings, warm_start
+from headrace.gateway.rlor.job_status import KIND, Job, RlorTrainerJob, each_job, find_job, job_resource, lock_job, step_views
+from headrace.gateway.rlor.lists import ListParameters, list_page
+from headrace.gateway.rlor.resources import PROJECT, OwnAccount, resource_id, resource_name, rlor_model_id
+from headrace.gateway.rlor.steps import check_output_model, prepare_step, seal_commands, without_step, write_job, write_step
 from headrace.gateway.rlor.tracking import NO_KEY, can_track, is_offline
-from headrace.gateway.rlor.warm_start import warm_start
-from headrace.gateway.rlor.wire import Empty, Wire
+from headrace.gateway.rlor.wire import Empty, ListPage, Wire, parse_as, read_object, request_body
 from headrace.gateway.secret_box import SecretBox, SecretBoxError
 from headrace.gateway.tables import Tables
 from headrace.schemas.base import utc_now
-from headrace.schemas.commands import CreateModel, DeleteModel
+from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel, ResumeJob, ResumeModel
+from headrace.schemas.jobs import JobState
 from headrace.schemas.rlor import RlorJob, rlor_job_key
 from headrace.schemas.weights import WeightsRef
 
@@ -51,132 +51,180 @@ _BODY = {
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/RlorTrainerJob"}}},
     }
 }
+_NO_BODY = request_body(Empty, required=False)
 _SECRETS = (("wandb_config", "api_key", "wandbConfig.apiKey"), ("aws_s3_config", "credentials_secret", S3_SECRET))
 
 
-class Listing(Wire):
+class JobList(ListPage):
     """A page of jobs."""
 
     rlor_trainer_jobs: list[RlorTrainerJob]
-    next_page_token: str | None = None
-    total_size: int
+
+
+class TrainStep(Wire):
+    """Body of `:executeTrainStep`."""
+
+    dataset: str = Field(min_length=1)
+    output_model: str = Field(min_length=1)
 
 
 @router.post("", response_model=RlorTrainerJob, openapi_extra=_BODY)
 async def create_job(
     *,
-    account: str,
+    account: OwnAccount,
     request: Request,
-    caller: OwnAccount,
+    caller: KnownCaller,
     gate: OpenGate,
     job_id: Annotated[str, Query(alias="rlorTrainerJobId")] = "",
     deployment_id: Annotated[str, Query(alias="deploymentId")] = "",
     training_shape: Annotated[str, Query(alias="trainingShape")] = "",
-    skip_validations: Annotated[bool, Query(alias="skipValidations")] = False,  # noqa: ARG001 - taken; validations are cheap
+    skip_validations: Annotated[bool, Query(alias="skipValidations")] = False,  # noqa: ARG001 - accepted; validations are cheap
 ) -> JSONResponse:
-    """Create a job; with `dataset` its one step begins, with `keepAlive` it waits for `:executeTrainStep`. 409 where there is one."""
-    raw = await object_of(request)
+    """Create a job; with `dataset` its one step begins, with `keepAlive` it waits for `:executeTrainStep`. 409 if it exists."""
+    raw = await read_object(request)
     if training_shape:
-        raise ProblemError(501, "trainingShape: there are no shapes here: say baseModel, loraRank and maxContextLength")
-    fields = _of_this_account(account, _with_deployment(read_as(JobFields, raw), deployment_id))
-    check(fields)
+        raise ProblemError(501, "trainingShape: there are no shapes here: set baseModel, loraRank and maxContextLength")
+    fields = _with_deployment_ids(account, _with_deployment(parse_as(JobFields, raw), deployment_id))
+    check_fields(fields)
     if fields.aws_s3_config is not None and (secret := fields.aws_s3_config.credentials_secret):
-        credentials(secret, gate.settings.s3)
+        parse_credentials(secret, gate.settings.s3)
     if job_id and not _JOB_ID.fullmatch(job_id):
         raise ProblemError(400, f"rlorTrainerJobId: {job_id[:80]!r}: 1 to 127 letters, digits, dots, dashes and underscores are possible")
-    repeated = request.headers.get("x-stainless-retry-count", "0") not in {"", "0"}
-    # Without an id, those that ask for the same take turns: one may be the other's retry.
-    turn = job_id or f"/{hashlib.sha256(orjson.dumps(raw)).hexdigest()}"
+    # Without an id, equal requests take turns: one may be the retry of the other.
+    lock_name = job_id or f"/{hashlib.sha256(orjson.dumps(raw)).hexdigest()}"
     while True:
-        async with changing(gate, account, turn) as tables:
-            check_own_bucket(tables, account, fields.hot_load_deployment_id)
-            _check_deployments(tables, account, fields)
-            known = _known(tables, account, job_id)
-            fact = _fact(gate, tables, caller, fields, job_id=job_id or str(uuid.uuid4()), idle=_idle(raw, fields))
-            if (same := await _repeated(tables, fact, known, named=bool(job_id)) if repeated else None) is not None:
-                return _answer(same)
-            if known is not None:
-                raise ProblemError(409, f"{known.name} exists and is JOB_STATE_{known.stands.state}: delete it first, or take another id")
+        async with lock_job(gate, account, lock_name) as tables:
+            check_snapshot_source(tables, account, fields.hot_load_deployment_id)
+            for name in (fields.rollout_deployment_name, fields.hot_load_deployment_id):
+                if name and belongs_to_another(tables, account, name):
+                    raise ProblemError(404, f"{resource_name(account, 'deployments', name)} does not exist")
+            existing = _existing_job(tables, account, job_id)
+            record = _job_record(gate, tables, caller, fields, job_id=job_id or str(uuid.uuid4()), no_effect=_no_effect(raw, fields))
+            if _is_retry(request) and (first := await _first_job(tables, record, existing, named=bool(job_id))) is not None:
+                return resource_response(job_resource(first))
+            if existing is not None:
+                raise ProblemError(
+                    409, f"{existing.name} exists and is JOB_STATE_{existing.status.state}: delete it first, or take another id"
+                )
             try:
-                await _create(gate, tables, fact)
+                await _write_new(gate, tables, record)
             except OvertakenError:
-                continue  # somebody has made it, or its output, in the same moment: the next look says what
-            return _answer(find_job(gate.view.tables, account, fact.id))
+                continue  # another request created the job or its output model meanwhile: the next round answers accordingly
+            return resource_response(job_resource(find_job(gate.view.tables, account, record.id)))
 
 
-@router.get("", response_model=Listing)
-async def list_jobs(
-    *,
-    account: str,
-    caller: OwnAccount,  # noqa: ARG001 - checks
-    gate: OpenGate,
-    asked: Asked,
-) -> JSONResponse:
-    """Jobs of the account, without deleted ones; 50 a page unless asked, 200 at most."""
+@router.get("", response_model=JobList)
+async def list_jobs(account: OwnAccount, gate: OpenGate, parameters: ListParameters) -> JSONResponse:
+    """Jobs of the account, without deleted ones; 50 a page by default, 200 at most."""
     tables = await gate.view.fresh()
-    rows = [shown(job) async for job in each_job(tables, account)]
-    return JSONResponse(await asyncio.to_thread(listed, rows, RlorTrainerJob, asked, key=KIND, account=account))
+    rows = [job_resource(job) async for job in each_job(tables, account)]
+    return JSONResponse(await asyncio.to_thread(list_page, rows, RlorTrainerJob, parameters, key=KIND, account=account))
 
 
 @router.get("/{job_id}", response_model=RlorTrainerJob)
-async def get_job(
-    *,
-    account: str,
-    job_id: str,
-    caller: OwnAccount,  # noqa: ARG001 - checks
-    gate: OpenGate,
-    read_mask: ReadMask = "",
-) -> JSONResponse:
+async def get_job(account: OwnAccount, job_id: str, gate: OpenGate, read_mask: ReadMask = "") -> JSONResponse:
     """One job; for 30 days also a deleted one, as JOB_STATE_DELETING."""
-    return _answer(find_job(await gate.view.fresh(), account, job_id), read_mask)
+    return resource_response(job_resource(find_job(await gate.view.fresh(), account, job_id)), read_mask)
 
 
 @router.delete("/{job_id}")
-async def delete_job(account: str, job_id: str, caller: OwnAccount, gate: OpenGate) -> Empty:  # noqa: ARG001 - checks
-    """Delete a job: its step is given up, its model takes no more. Output models stay. Deleting it again is no error."""
-    async with changing(gate, account, job_id) as tables:
+async def delete_job(account: OwnAccount, job_id: str, gate: OpenGate) -> Empty:
+    """Delete a job: its step ends, its model takes no more steps. Output models stay. Deleting it again is no error."""
+    async with lock_job(gate, account, job_id) as tables:
         job = find_job(tables, account, job_id)
-        if job.fact.deleted_at is None:
-            command = DeleteModel(model_id=job.fact.model_id)
-            record = sealed(
-                command, topic=gate.settings.topic_names.commands, key=command.model_id, partition=_lane(gate, command.model_id)
-            )
-            await write_job(gate, job.fact.model_copy(update={"deleted_at": utc_now()}), [record], before=job.fact)
+        if job.record.deleted_at is None:
+            commands = seal_commands(gate, [DeleteModel(model_id=job.record.model_id)])
+            await write_job(gate, job.record.model_copy(update={"deleted_at": utc_now()}), commands, before=job.record)
     return Empty()
 
 
-async def _create(gate: Gate, tables: Tables, fact: RlorJob) -> None:
-    before = tables.facts.get(rlor_job_key(fact.account, fact.id))
-    fields = JobFields.model_validate(fact.request)
+@router.post("/{job_id}:executeTrainStep", openapi_extra=request_body(TrainStep))
+async def execute_train_step(account: OwnAccount, job_id: str, request: Request, caller: KnownCaller, gate: OpenGate) -> Empty:
+    """Train one step on a dataset; the result is the model `outputModel`, once that is READY."""
+    body = parse_as(TrainStep, await read_object(request))
+    async with lock_job(gate, account, job_id) as tables:
+        job = find_job(tables, account, job_id)
+        if _is_retry(request) and _is_last_step(job, body):
+            return Empty()
+        if not job.fields.keep_alive and job.status.state != "DELETED":
+            raise ProblemError(400, f"{job.name} takes no steps: it was made without keepAlive", code=FAILED_PRECONDITION)
+        if job.status.busy and job.status.state == "RUNNING":
+            output = job.record.step.output_model if job.record.step is not None else ""
+            raise ProblemError(400, f"{job.name}: the step of {output} has not ended: wait for it", code=FAILED_PRECONDITION)
+        if job.status.state != "RUNNING":
+            raise job.wrong_state("execute a train step of a")
+        output = check_output_model(tables, gate, account, body.output_model, "outputModel")
+        step = await prepare_step(gate, tables, job.record, job.fields, dataset=body.dataset, output=output, owner=caller.owner)
+        await write_step(gate, step, before=job.record)
+    return Empty()
+
+
+@router.post("/{job_id}:cancel", openapi_extra=_NO_BODY)
+async def cancel_job(account: OwnAccount, job_id: str, request: Request, gate: OpenGate) -> Empty:
+    """Cancel a job: its step ends unless it is committed already. The job stays."""
+    await read_object(request)
+    async with lock_job(gate, account, job_id) as tables:
+        job = find_job(tables, account, job_id)
+        if job.status.state in {"COMPLETED", "FAILED", "EXPIRED", "DELETED"}:
+            raise job.wrong_state("cancel")
+        if job.record.cancelled_at is None:
+            open_jobs = [view.job_id for view in step_views(tables, job.record) if not view.final]
+            commands = [CancelJob(model_id=job.record.model_id, job_id=training_job) for training_job in open_jobs]
+            record = job.record.model_copy(update={"cancelled_at": utc_now()})
+            await write_job(gate, record, seal_commands(gate, commands), before=job.record)
+    return Empty()
+
+
+@router.post("/{job_id}:resume", response_model=RlorTrainerJob, openapi_extra=_NO_BODY)
+async def resume_job(account: OwnAccount, job_id: str, request: Request, caller: KnownCaller, gate: OpenGate) -> JSONResponse:
+    """Resume a job that is paused, failed, cancelled or expired.
+
+    With `keepAlive` it takes steps again; else its step, unless it is committed, runs again on the same dataset.
+    """
+    await read_object(request)
+    async with lock_job(gate, account, job_id) as tables:
+        job = find_job(tables, account, job_id)
+        if job.status.state not in {"PAUSED", "FAILED", "CANCELLED", "EXPIRED", "COMPLETED"}:
+            raise job.wrong_state("resume")
+        await _resume(gate, tables, job, caller.owner)
+        return resource_response(job_resource(find_job(gate.view.tables, account, job_id)))
+
+
+def _is_retry(request: Request) -> bool:
+    return request.headers.get("x-stainless-retry-count", "0") not in {"", "0"}
+
+
+async def _write_new(gate: Gate, tables: Tables, record: RlorJob) -> None:
+    before = tables.facts.get(rlor_job_key(record.account, record.id))
+    fields = JobFields.model_validate(record.request)
     config = fields.training_config
-    start: WeightsRef | None = None
+    weights: WeightsRef | None = None
     base = base_model_name(config.base_model)
     if config.warm_start_from:
-        begun = warm_start(tables, fact.account, config.warm_start_from)
-        start, base = begun.weights, begun.base_model
+        start = warm_start(tables, record.account, config.warm_start_from)
+        weights, base = start.weights, start.base_model
     command = CreateModel(
-        model_id=fact.model_id,
-        account=fact.account,
+        model_id=record.model_id,
+        account=record.account,
         project=PROJECT,
-        name=fact.id,
+        name=record.id,
         settings=model_settings(fields, gate.settings, base),
         worker_group=gate.settings.worker.group,
-        start_weights=start,
+        start_weights=weights,
     )
-    topics = gate.settings.topic_names
-    records: list[Sealed] = [sealed(command, topic=topics.commands, key=fact.model_id, partition=_lane(gate, fact.model_id))]
+    records = seal_commands(gate, [command])
     if fields.dataset:
-        output = output_model(tables, gate, fact.account, config.output_model or fact.id, "trainingConfig.outputModel")
-        step = await prepare(gate, tables, fact, fields, dataset=fields.dataset, output=output, owner=fact.owner)
+        output = check_output_model(tables, gate, record.account, config.output_model or record.id, "trainingConfig.outputModel")
+        step = await prepare_step(gate, tables, record, fields, dataset=fields.dataset, output=output, owner=record.owner)
         await write_step(gate, step, records, before=before)
     else:
-        await write_job(gate, fact, records, before=before)
+        await write_job(gate, record, records, before=before)
 
 
-def _fact(gate: Gate, tables: Tables, caller: Caller, fields: JobFields, *, job_id: str, idle: tuple[str, ...]) -> RlorJob:
+def _job_record(gate: Gate, tables: Tables, caller: Caller, fields: JobFields, *, job_id: str, no_effect: tuple[str, ...]) -> RlorJob:
     config, account = fields.training_config, caller.account
-    original = warm_start(tables, account, config.warm_start_from).original.training_config if config.warm_start_from else None
-    fields, secrets = _without_secrets(filled(fields, gate.settings, original), SecretBox(gate.settings.gateway.secrets_key))
+    original = warm_start(tables, account, config.warm_start_from).original if config.warm_start_from else None
+    fields, secrets = _encrypt_secrets(fill_defaults(fields, gate.settings, original), SecretBox(gate.settings.gateway.secrets_key))
     return RlorJob(
         account=account,
         id=job_id,
@@ -185,88 +233,103 @@ def _fact(gate: Gate, tables: Tables, caller: Caller, fields: JobFields, *, job_
         nonce=uuid.uuid4().hex,
         request=fields.model_dump(mode="json", by_alias=True, exclude_none=True),
         secrets=secrets,
-        without_effect=idle,
+        without_effect=no_effect,
     )
 
 
-def _without_secrets(fields: JobFields, box: SecretBox) -> tuple[JobFields, dict[str, str]]:
+def _encrypt_secrets(fields: JobFields, box: SecretBox) -> tuple[JobFields, dict[str, str]]:
+    """The fields without secrets, and the encrypted secrets by their paths."""
     secrets: dict[str, str] = {}
-    for part, name, shown_name in _SECRETS:
+    for part, name, path in _SECRETS:
         holder = getattr(fields, part)
         if holder is None or not (secret := getattr(holder, name)):
             continue
         try:
-            secrets[shown_name] = box.seal(shown_name, secret)
+            secrets[path] = box.seal(path, secret)
         except SecretBoxError as error:
             raise ProblemError(400, str(error)) from None
         fields = fields.model_copy(update={part: holder.model_copy(update={name: None})})
     return fields, secrets
 
 
-def _idle(raw: dict[str, Any], fields: JobFields) -> tuple[str, ...]:
-    idle = without_effect(raw, fields)
+def _no_effect(raw: dict[str, Any], fields: JobFields) -> tuple[str, ...]:
+    names = without_effect(raw, fields)
     if fields.wandb_config is None or not fields.wandb_config.enabled:
-        return idle
+        return names
     if not can_track():
-        return (*idle, "wandbConfig (this gateway lacks the extra headrace[wandb])")
-    return idle if fields.wandb_config.api_key or is_offline() else (*idle, f"wandbConfig ({NO_KEY})")
+        return (*names, "wandbConfig (this gateway lacks the extra headrace[wandb])")
+    return names if fields.wandb_config.api_key or is_offline() else (*names, f"wandbConfig ({NO_KEY})")
 
 
-def _known(tables: Tables, account: str, job_id: str) -> Job | None:
+def _existing_job(tables: Tables, account: str, job_id: str) -> Job | None:
     try:
         job = find_job(tables, account, job_id)
     except ProblemError:
         return None
-    return None if job.fact.deleted_at is not None else job
+    return None if job.record.deleted_at is not None else job
 
 
-async def _repeated(tables: Tables, fact: RlorJob, known: Job | None, *, named: bool) -> Job | None:
-    """The job that a client's retry means: the one of its id, or without an id an unfinished one that was asked for alike."""
+async def _first_job(tables: Tables, record: RlorJob, existing: Job | None, *, named: bool) -> Job | None:
+    """The job that an earlier attempt of this request created: the one of its id, or without an id an equal one that has not ended."""
 
-    def alike(job: Job) -> bool:
-        return job.fact.request == fact.request and job.fact.owner == fact.owner
+    def is_equal(job: Job) -> bool:
+        return job.record.request == record.request and job.record.owner == record.owner
 
     if named:
-        return known if known is not None and alike(known) else None
-    async for job in each_job(tables, fact.account):
-        if alike(job) and not job.stands.completed_at:
+        return existing if existing is not None and is_equal(existing) else None
+    async for job in each_job(tables, record.account):
+        if is_equal(job) and not job.status.completed_at:
             return job
     return None
 
 
 def _with_deployment(fields: JobFields, deployment_id: str) -> JobFields:
-    said = fields.hot_load_deployment_id
-    if not deployment_id or said == deployment_id:
+    in_body = fields.hot_load_deployment_id
+    if not deployment_id or in_body == deployment_id:
         return fields
-    if said:
+    if in_body:
         raise ProblemError(
-            400, f"deploymentId={deployment_id[:80]!r} differs from hotLoadDeploymentId={said[:80]!r}: they are the same thing"
+            400, f"deploymentId={deployment_id[:80]!r} differs from hotLoadDeploymentId={in_body[:80]!r}: they are the same thing"
         )
     return fields.model_copy(update={"hot_load_deployment_id": deployment_id})
 
 
-def _of_this_account(account: str, fields: JobFields) -> JobFields:
-    """Resource names as the ids that they stand for, where a job keeps ids."""
+def _with_deployment_ids(account: str, fields: JobFields) -> JobFields:
+    """The fields with ids in place of the resource names of deployments."""
     changes: dict[str, Any] = {}
-    for field, name in (("rollout_deployment_name", "rolloutDeploymentName"), ("hot_load_deployment_id", "hotLoadDeploymentId")):
-        said = getattr(fields, field)
-        if said:
-            found = id_in(account, "deployments", said, name)
-            if not _JOB_ID.fullmatch(found):
-                raise ProblemError(400, f"{name}: {said[:200]!r} is no deployment: accounts/{account}/deployments/<id> is needed")
-            changes[field] = found
+    for field, path in (("rollout_deployment_name", "rolloutDeploymentName"), ("hot_load_deployment_id", "hotLoadDeploymentId")):
+        if name := getattr(fields, field):
+            changes[field] = resource_id(account, "deployments", name, path)
+            if not _JOB_ID.fullmatch(changes[field]):
+                raise ProblemError(400, f"{path}: {name[:200]!r} is no deployment: accounts/{account}/deployments/<id> is needed")
     return fields.model_copy(update=changes)
 
 
-def _check_deployments(tables: Tables, account: str, fields: JobFields) -> None:
-    for name in (fields.rollout_deployment_name, fields.hot_load_deployment_id):
-        if name and is_of_another(tables, account, name):
-            raise ProblemError(404, f"{name_of(account, 'deployments', name)} does not exist")
+async def _resume(gate: Gate, tables: Tables, job: Job, owner: str) -> None:
+    record, model = job.record, tables.model(job.record.model_id)
+    if job.status.state == "COMPLETED":
+        return
+    if job.status.state == "PAUSED":
+        paused = [view.job_id for view in step_views(tables, record) if view.state is JobState.PAUSED]
+        resumes = [ResumeJob(model_id=record.model_id, job_id=training_job) for training_job in paused]
+        await write_job(gate, record, seal_commands(gate, resumes), before=record)
+        return
+    if model is None or model.status in {"deleting", "deleted"}:
+        raise job.wrong_state("resume")
+    commands = seal_commands(gate, [ResumeModel(model_id=record.model_id)] if model.status in {"stopped", "diverged"} else [])
+    resumed = record.model_copy(update={"resumed_at": utc_now(), "cancelled_at": None})
+    failed = any(view.state in {JobState.FAILED, JobState.CANCELLED} for view in step_views(tables, record))
+    if job.fields.keep_alive or record.step is None or not failed:
+        await write_job(gate, without_step(tables, resumed) if failed else resumed, commands, before=record)
+        return
+    dataset, output = record.step.dataset or "", record.step.output_model
+    step = await prepare_step(gate, tables, resumed, job.fields, dataset=dataset, output=output, owner=owner)
+    await write_step(gate, step, commands, before=record)
 
 
-def _lane(gate: Gate, model_id: str) -> int:
-    return lane_of(model_id, gate.view.lanes)
-
-
-def _answer(job: Job, read_mask: str = "") -> JSONResponse:
-    return answered(shown(job), read_mask)
+def _is_last_step(job: Job, body: TrainStep) -> bool:
+    step, account = job.record.step, job.record.account
+    return step is not None and (step.dataset, step.output_model) == (
+        resource_id(account, "datasets", body.dataset, "dataset"),
+        resource_id(account, "models", body.output_model, "outputModel"),
+    )

@@ -1,28 +1,33 @@
-"""A page of a list of resources: filtered, ordered, cut.
+"""A page of a list of resources: `filter`, `orderBy`, `readMask`, `pageSize` and `pageToken`.
 
-`orderBy` is a list of fields, each with ` desc` if it falls; what is equal then stands by name. Guarantees: a field that is not set comes
-first, however the order goes on; pages fit together as long as filter and order are repeated.
+`orderBy` is a list of fields, each with ` desc` for a falling order; equal rows are ordered by name.
+Guarantees: a field that is not set comes before all values. A page token is valid only for the call that returned it, with the same other
+parameters. A token names the last row of its page, so a list that changes between two calls repeats and skips no row.
+Limitations: if that very row is deleted between the calls, the next page begins at its former position.
 """
 
+import base64
+import binascii
+import hashlib
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import orjson
 from fastapi import Query
 from pydantic import BaseModel, Field
 
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.field_paths import Path, UnknownFieldError, path_of, value_at
-from headrace.gateway.rlor.filters import FilterError, parse_filter
-from headrace.gateway.rlor.masks import mask_of
-from headrace.gateway.rlor.paging import page
+from headrace.gateway.rlor.field_paths import Path, field_path, parse_mask, to_json, value_at
+from headrace.gateway.rlor.filters import parse_filter
 from headrace.gateway.rlor.wire import Wire
 
-_MOST_ORDERS = 16
+DEFAULT_SIZE = 50
+MAX_SIZE = 200
+_MAX_ORDERS = 16
+Row = TypeVar("Row")
 
 
-class ListQuery(BaseModel):
-    """The parameters of every list."""
-
+class _ListParameters(BaseModel):
     page_size: int | None = Field(default=None, alias="pageSize")
     page_token: str = Field(default="", alias="pageToken")
     filter: str = ""
@@ -30,57 +35,71 @@ class ListQuery(BaseModel):
     read_mask: str = Field(default="", alias="readMask")
 
 
-Asked = Annotated[ListQuery, Query()]
-"""The parameters of a list, of a route."""
+ListParameters = Annotated[_ListParameters, Query()]
+"""The parameters of every list, for a route."""
 
 
-def listed(resources: Sequence[Wire], kind: type[Wire], asked: ListQuery, *, key: str, account: str) -> dict[str, Any]:
-    """One page, as JSON.
+def list_page(resources: Sequence[Wire], kind: type[Wire], parameters: _ListParameters, *, key: str, account: str) -> dict[str, Any]:
+    """One page as JSON, with the rows under `key`. Raises ProblemError (400: an invalid filter, order, mask, size or token)."""
+    matches = parse_filter(parameters.filter, kind)
+    mask = parse_mask(parameters.read_mask, kind)
+    chosen = sorted((row for row in map(to_json, resources) if matches(row)), key=lambda row: str(row["name"]))
+    for path, falls in reversed(_parse_order(parameters.order_by, kind)):
+        chosen.sort(key=lambda row: _sort_key(value_at(row, path)), reverse=falls)
+    call = (key, account, parameters.filter, parameters.order_by, parameters.read_mask)
+    rows = [(str(row["name"]), row) for row in chosen]
+    page_rows, next_token = cut_page(rows, size=parameters.page_size, token=parameters.page_token, call=call)
+    answer: dict[str, Any] = {key: [mask(row) for row in page_rows], "totalSize": len(rows)}
+    return answer if next_token is None else {**answer, "nextPageToken": next_token}
 
-    Args:
-        resources: All that there are; each has a name.
-        kind: What they are.
-        asked: Of the request.
-        key: Under which they stand in the answer, as in the path: `datasets`, `models`, …
-        account: Whose they are.
 
-    Raises:
-        ProblemError: 400: a filter, order, mask or token that is not understood.
+def cut_page(
+    rows: Sequence[tuple[str, Row]], *, size: int | None, token: str | None, call: Sequence[object]
+) -> tuple[list[Row], str | None]:
+    """One page of rows with unique names, and the token of the next page, if there is one.
+
+    `call` is the other parameters of the call, which tokens are bound to. Raises ProblemError (400: an invalid size or token).
     """
+    if size is not None and size < 0:
+        raise ProblemError(400, f"pageSize: {size}: 0 (for {DEFAULT_SIZE}) to {MAX_SIZE} are possible")
+    digest = hashlib.sha256(orjson.dumps([str(part) for part in call])).hexdigest()[:16]
+    first = _position(rows, token, digest) if token else 0
+    end = first + min(size or DEFAULT_SIZE, MAX_SIZE)
+    chosen = rows[first:end]
+    next_token = None
+    if end < len(rows):
+        next_token = base64.urlsafe_b64encode(orjson.dumps([digest, end, chosen[-1][0]])).decode().rstrip("=")
+    return [row for _, row in chosen], next_token
+
+
+def _position(rows: Sequence[tuple[str, Row]], token: str, digest: str) -> int:
     try:
-        holds = parse_filter(asked.filter, lambda text: path_of(kind, text))
-    except FilterError as error:
-        raise ProblemError(400, f"filter: {error}") from None
-    mask = mask_of(asked.read_mask, kind)
-    found = [resource.model_dump(mode="json", by_alias=True, exclude_none=True) for resource in resources]
-    chosen = sorted((resource for resource in found if holds(resource)), key=lambda resource: str(resource["name"]))
-    for path, falls in reversed(_order(asked.order_by, kind)):
-        chosen.sort(key=lambda resource: _sortable(value_at(resource, path)), reverse=falls)
-    rows = [(str(resource["name"]), resource) for resource in chosen]
-    bound = (key, account, asked.filter, asked.order_by, asked.read_mask)
-    cut = page(rows, size=asked.page_size, token=asked.page_token, asked=bound)
-    answer: dict[str, Any] = {key: [mask(row) for row in cut.rows], "totalSize": cut.total_size}
-    return answer if cut.next_page_token is None else {**answer, "nextPageToken": cut.next_page_token}
+        token_digest, position, after = orjson.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
+    except (ValueError, binascii.Error, TypeError):
+        raise ProblemError(400, "pageToken: no token of this gateway: take nextPageToken of the page before as it is") from None
+    if token_digest != digest or not isinstance(position, int) or position < 0:
+        raise ProblemError(400, "pageToken: the token is of a call with other parameters: repeat filter, orderBy and readMask as they were")
+    for index, (name, _) in enumerate(rows):
+        if name == after:
+            return index + 1
+    return max(position - 1, 0)  # the row was deleted: its followers moved up by one
 
 
-def _order(order_by: str, kind: type[Wire]) -> list[tuple[Path, bool]]:
+def _parse_order(order_by: str, kind: type[Wire]) -> list[tuple[Path, bool]]:
     found: list[tuple[Path, bool]] = []
     parts = order_by.split(",") if order_by.strip() else []
-    if len(parts) > _MOST_ORDERS:
-        raise ProblemError(400, f"orderBy: {len(parts)} fields, {_MOST_ORDERS} at most are possible")
+    if len(parts) > _MAX_ORDERS:
+        raise ProblemError(400, f"orderBy: {len(parts)} fields, {_MAX_ORDERS} at most are possible")
     for part in parts:
         words = part.split()
         if not words or len(words) > 2 or (len(words) == 2 and words[1].lower() not in {"asc", "desc"}):
-            raise ProblemError(400, f"orderBy: {part.strip()[:80]!r}: a field, with ' desc' behind it if it falls, is needed")
-        try:
-            found.append((path_of(kind, words[0]), len(words) == 2 and words[1].lower() == "desc"))
-        except UnknownFieldError as error:
-            raise ProblemError(400, f"orderBy: {error}") from None
+            raise ProblemError(400, f"orderBy: {part.strip()[:80]!r}: a field is needed, with ' desc' after it for a falling order")
+        found.append((field_path(kind, words[0], "orderBy"), len(words) == 2 and words[1].lower() == "desc"))
     return found
 
 
-def _sortable(value: object) -> tuple[int, float, str]:
-    """Values of one field in an order: what is not set, then numbers, then texts (times among them, which sort as they are written)."""
+def _sort_key(value: object) -> tuple[int, float, str]:
+    """Values that are not set come first, then numbers, then texts. Times are texts that sort as they are written."""
     if value is None or isinstance(value, dict | list):
         return (0, 0.0, "")
     if isinstance(value, bool | int | float):

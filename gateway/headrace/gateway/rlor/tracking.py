@@ -1,15 +1,13 @@
-"""Metrics of RLOR jobs that ask for it (`wandbConfig.enabled`), written to a Weights & Biases run. Needs the extra `wandb`.
+"""Metrics of RLOR jobs with `wandbConfig.enabled`, written to a Weights & Biases run. Needs the extra `wandb`.
 
-All gateways follow the step ledger as one consumer group, so each step is written by one of them, and all steps of a job by the same one as
-long as it runs. Guarantees: a step is written after its commit, in order; a gateway that ends is taken over from its last written step.
-Whatever fails for one job is that job's: its `status` says it, its run is tried again after `_AGAIN_SECONDS`, and the others go on. A job
-without a key of its own is not tracked: the gateway's own key, wherever it lies, is never used for it.
-Limitations: not exactly once. After a crash a step may be written again, which wandb passes over, as it takes steps in rising order only; a
-service that can't be reached costs metrics of the run, never a step: the ledger has them all.
-
-One run a job, with the id `wandbConfig.runId` or `<job>-<8 hex>`; where it is known to the service it goes on. Its address is noted in the
-log, so that every gateway shows it (`wandbConfig.url`). `WANDB_MODE=offline` in the gateway's environment writes to `gateway.wandb_dir`
-only. The key is handed to wandb in memory, and stands in no file of its own.
+All gateways follow the step ledger as one consumer group, so one of them writes each step. A job has one run, `wandbConfig.runId` or
+`<job>-<8 hex>`; a run that the service knows is resumed. The run's address goes into the log, so that every gateway shows it
+(`wandbConfig.url`). With `WANDB_MODE=offline` in the gateway's environment, runs stay in `gateway.wandb_dir`.
+Guarantees: a step is written after its commit, in order; when a gateway ends, another one continues from its last written step. A fault of
+one job is shown in its `status`, its run is tried again after `_FAULT_SECONDS`, and other jobs are not affected. A job without a key is not
+tracked: the gateway's own key is never used. The job's key is given to wandb in memory, never in a file.
+Limitations: not exactly once. After a crash a step may be written again; wandb ignores it, since it accepts steps in rising order only.
+When the service does not answer, the run lacks metrics; the ledger has them all.
 """
 
 import asyncio
@@ -32,9 +30,9 @@ from headrace.core.polling import poll, readable
 from headrace.core.private_folder import make_private_folder
 from headrace.gateway.facts import write_fact
 from headrace.gateway.gate import Gate
-from headrace.gateway.rlor.job_facts import job_of
 from headrace.gateway.rlor.job_fields import JobFields, WandbConfig
-from headrace.gateway.rlor.job_state import OVER
+from headrace.gateway.rlor.job_status import FINISHED, job_from_record
+from headrace.gateway.rlor.resources import records_under
 from headrace.gateway.secret_box import SecretBox
 from headrace.schemas.rlor import RlorJob, RlorRun, rlor_run_key
 from headrace.schemas.state import StepRecord
@@ -46,9 +44,9 @@ logger = logging.getLogger(__name__)
 
 _KEY = "wandbConfig.apiKey"
 _RETRY_SECONDS = 5.0
-_AGAIN_SECONDS = 300.0
+_FAULT_SECONDS = 300.0
 _SERVICE_SECONDS = 30.0
-"""For the service to answer when a run is opened: the runs of other jobs wait meanwhile."""
+"""For the service to answer when a run is opened; the runs of other jobs wait for it."""
 NO_KEY = "it has no apiKey, and the gateway's own key is used for no job"
 
 
@@ -58,13 +56,13 @@ def can_track() -> bool:
 
 
 def is_offline() -> bool:
-    """Whether runs stay in `gateway.wandb_dir`: they need no key."""
+    """Whether runs stay in `gateway.wandb_dir`, without a key."""
     return os.environ.get("WANDB_MODE") == "offline"
 
 
 @asynccontextmanager
 async def tracking(gate: Gate) -> AsyncIterator[None]:
-    """Track meanwhile, once a job asks for it."""
+    """Track jobs inside the context, from the first job with `wandbConfig.enabled` on."""
     if not can_track():
         yield
         return
@@ -80,7 +78,7 @@ async def tracking(gate: Gate) -> AsyncIterator[None]:
 
 
 async def note_run(gate: Gate, job: RlorJob, url: str, fault: str | None = None) -> None:
-    """Have every gateway show where a job's metrics are, or why they are nowhere. Raises KafkaUnavailableError."""
+    """Record the address of a job's run, or why there is none, for all gateways. Raises KafkaUnavailableError."""
     known = gate.view.tables.facts.get(rlor_run_key(job.account, job.id))
     before = known if isinstance(known, RlorRun) and known.nonce == job.nonce else None
     run = RlorRun(account=job.account, job=job.id, nonce=job.nonce, url=url or (before.url if before else ""), fault=fault)
@@ -89,23 +87,23 @@ async def note_run(gate: Gate, job: RlorJob, url: str, fault: str | None = None)
 
 
 class _NotTrackedError(Exception):
-    """A job can't be tracked; says why."""
+    """A job cannot be tracked; the message has the reason."""
 
 
 class _Tracker:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._runs: dict[str, wandb.Run] = {}
-        """Open ones, by the id of the model."""
-        self._of: dict[str, RlorJob] = {}
-        self._news: list[tuple[RlorJob, str, str | None]] = []
-        """What is to be noted: the address of a run, or a fault."""
+        """Open runs by model id."""
+        self._tracked: dict[str, RlorJob] = {}
+        self._notes: list[tuple[RlorJob, str, str | None]] = []
+        """Addresses of runs, and faults, that are not recorded yet."""
         self._failed: dict[str, tuple[str, float]] = {}
-        """Jobs whose run failed (nonce), by the id of the model, and when it is tried again."""
+        """By model id: the nonce of a job whose run failed, and the time of the next try."""
 
     async def run(self) -> None:
         view = self._gate.view
-        while not any(_asks(job) for job in self._jobs()):
+        while not any(_is_tracked(job) for job in self._jobs()):
             await view.news()
         settings = self._gate.settings
         options = client_options(settings.kafka, "headrace-gateway-tracking")
@@ -126,17 +124,19 @@ class _Tracker:
                     if batches:
                         await view.fresh()
                         await asyncio.to_thread(self._write, [record for records in batches.values() for record in readable(records)])
-                        while self._news:
-                            await note_run(self._gate, *self._news[0])
-                            del self._news[0]
+                        while self._notes:
+                            await note_run(self._gate, *self._notes[0])
+                            del self._notes[0]
                         await consumer.commit()
-                    if over := [key for key, job in self._of.items() if job_of(view.tables, job).stands.state in OVER]:
-                        await asyncio.to_thread(self._close, over)
+                    if finished := [
+                        key for key, job in self._tracked.items() if job_from_record(view.tables, job).status.state in FINISHED
+                    ]:
+                        await asyncio.to_thread(self._close, finished)
             except (KafkaError, HeadraceError) as error:
                 log_trouble(logger, logging.WARNING, error, "steps can't be tracked now: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
                 await kafka_back()
-            except Exception:  # the tracking of all jobs must not end with it
+            except Exception:  # the tracking of other jobs continues
                 logger.exception("steps can't be tracked now")
                 await asyncio.sleep(_RETRY_SECONDS)
             finally:
@@ -149,18 +149,18 @@ class _Tracker:
 
     def _close(self, models: Iterable[str]) -> None:
         for model_id in models:
-            job = self._of.pop(model_id, None)
+            job = self._tracked.pop(model_id, None)
             if (run := self._runs.pop(model_id, None)) is not None:
                 try:
                     run.finish()
-                except Exception as error:  # noqa: BLE001 - whatever it is, it is this run's
-                    logger.warning("the wandb run of job %s may lack its end: %s", job.id if job else model_id, _text_of(error))
+                except Exception as error:  # noqa: BLE001 - any fault is of this run only
+                    logger.warning("the wandb run of job %s may lack its end: %s", job.id if job else model_id, _error_text(error))
 
-    def _jobs(self) -> Iterable[RlorJob]:
-        return [fact for fact in self._gate.view.tables.facts_under("rlor-job/") if isinstance(fact, RlorJob)]
+    def _jobs(self) -> list[RlorJob]:
+        return records_under(self._gate.view.tables, "rlor-job/", RlorJob)
 
     def _write(self, records: Iterable[ConsumerRecord]) -> None:
-        jobs = {job.model_id: job for job in self._jobs() if _asks(job)}
+        jobs = {job.model_id: job for job in self._jobs() if _is_tracked(job)}
         for record in records:
             step = kept_or_none(record, (StepRecord,))
             job = jobs.get(step.model_id) if isinstance(step, StepRecord) else None
@@ -168,38 +168,38 @@ class _Tracker:
                 self._log(job, step)
 
     def _log(self, job: RlorJob, step: StepRecord) -> None:
-        nonce, again = self._failed.get(job.model_id, ("", 0.0))
-        if nonce == job.nonce and time.monotonic() < again:
+        nonce, next_try = self._failed.get(job.model_id, ("", 0.0))
+        if nonce == job.nonce and time.monotonic() < next_try:
             return
         try:
-            if job.model_id in self._of and self._of[job.model_id].nonce != job.nonce:
+            if job.model_id in self._tracked and self._tracked[job.model_id].nonce != job.nonce:
                 self._close([job.model_id])
             if job.model_id not in self._runs:
                 run = self._runs[job.model_id] = self._open(job)
-                self._news.append((job, "" if run.offline else run.url or "", None))
-            self._of[job.model_id] = job
+                self._notes.append((job, "" if run.offline else run.url or "", None))
+            self._tracked[job.model_id] = job
             self._runs[job.model_id].log({**step.metrics, "policy_version": step.policy_version_after}, step=step.step)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's, and the others go on
-            fault = f"wandbConfig: metrics are not written: {_text_of(error)}"
-            logger.warning("step %d of job %s is not in its wandb run: %s", step.step, job.id, _text_of(error))
-            self._failed[job.model_id] = (job.nonce, time.monotonic() + _AGAIN_SECONDS)
-            self._news.append((job, "", fault))
+        except Exception as error:  # noqa: BLE001 - any fault is of this job only
+            fault = f"wandbConfig: metrics are not written: {_error_text(error)}"
+            logger.warning("step %d of job %s is not in its wandb run: %s", step.step, job.id, _error_text(error))
+            self._failed[job.model_id] = (job.nonce, time.monotonic() + _FAULT_SECONDS)
+            self._notes.append((job, "", fault))
             self._close([job.model_id])
 
     def _open(self, job: RlorJob) -> "wandb.Run":
-        import wandb  # noqa: PLC0415 - as above
+        import wandb  # noqa: PLC0415 - an extra that few gateways have
 
         fields = JobFields.model_validate(job.request)
-        said = fields.wandb_config or WandbConfig()
+        config = fields.wandb_config or WandbConfig()
         gateway = self._gate.settings.gateway
         sealed = job.secrets.get(_KEY)
         if sealed is None and not is_offline():
             raise _NotTrackedError(NO_KEY)
         make_private_folder(gateway.wandb_dir)
         return wandb.init(
-            entity=said.entity or None,
-            project=said.project or "headrace",
-            id=said.run_id or f"{job.id}-{job.nonce[:8]}",
+            entity=config.entity or None,
+            project=config.project or "headrace",
+            id=config.run_id or f"{job.id}-{job.nonce[:8]}",
             name="".join(char if char.isprintable() else " " for char in fields.display_name) or job.id,
             config=job.request,
             dir=str(gateway.wandb_dir),
@@ -219,11 +219,11 @@ class _Tracker:
         )
 
 
-def _asks(job: RlorJob) -> bool:
+def _is_tracked(job: RlorJob) -> bool:
     config = job.request.get("wandbConfig")
     return isinstance(config, dict) and config.get("enabled") is True
 
 
-def _text_of(error: Exception) -> str:
-    said = " ".join(str(error).split())[:300] or type(error).__name__
-    return "".join(char if char.isprintable() else "?" for char in said)
+def _error_text(error: Exception) -> str:
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    return "".join(char if char.isprintable() else "?" for char in text)

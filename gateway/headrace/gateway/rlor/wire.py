@@ -1,20 +1,26 @@
-"""JSON as the RLOR API speaks it: protojson's conventions.
+"""JSON as the RLOR API speaks it: the conventions of protojson.
 
-Guarantees: names come in as camelCase or snake_case and go out as camelCase; 64-bit integers go out as strings and come in as either;
-times are RFC 3339 with `Z`, durations `"1800s"`, enums their names; null is as if the key were absent, and so is 0 in the fields that a
-model lists in `zero_is_unset`; keys that no model knows are ignored, as are output-only fields.
-Routes return these models with `response_model_exclude_none=True`: what is not set is not there. Limitations: an absent field and one with
-its default value are the same, as in protojson.
+Guarantees: field names come in as camelCase or snake_case and go out as camelCase. 64-bit integers go out as strings and come in as either.
+Times are RFC 3339 with `Z`, durations are `"1800s"`, enums are their names. Null means that the key is absent; so does 0 in the fields that
+a model lists in `zero_is_unset`. Unknown keys and output-only fields are ignored. An error names the place of each fault, without its
+value.
+Limitations: an absent field and one with its default value are the same, as in protojson. `body_limit.py` bounds the size of bodies.
 """
 
 import re
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+import orjson
+from fastapi import Request
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, WithJsonSchema, model_validator
 from pydantic.alias_generators import to_camel
 
+from headrace.gateway.problems import FaultError, ProblemError, UnprocessableError
+
 _DURATION = re.compile(r"^(\d{1,9}(?:\.\d{1,9})?)s$")
+_ZERO = re.compile(r"-?0+(\.0+)?s?")
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class Wire(BaseModel):
@@ -25,22 +31,15 @@ class Wire(BaseModel):
     )
 
     zero_is_unset: ClassVar[frozenset[str]] = frozenset()
-    """Fields in which 0 means that the client says nothing, as in protobuf: clients that serialise a whole message send it."""
+    """Fields in which 0 means that the client sets nothing, as in protobuf: a client that serialises a whole message sends it."""
 
     @model_validator(mode="before")
     @classmethod
-    def _unset_is_absent(cls, data: Any) -> Any:  # noqa: ANN401 - raw JSON
+    def _drop_unset(cls, data: Any) -> Any:  # noqa: ANN401 - raw JSON
         if not isinstance(data, dict):
             return data
         zeros = {*cls.zero_is_unset, *map(to_camel, cls.zero_is_unset)}
         return {key: value for key, value in data.items() if value is not None and not (key in zeros and _is_zero(value))}
-
-
-def _is_zero(value: object) -> bool:
-    """Whether a number, its text or a duration is 0."""
-    if isinstance(value, str):
-        return re.fullmatch(r"-?0+(\.0+)?s?", value) is not None
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
 
 
 class Empty(Wire):
@@ -48,23 +47,26 @@ class Empty(Wire):
 
 
 class Status(Wire):
-    """How a resource fares: `code` is the name of a gRPC code."""
+    """State of a resource: `code` is the name of a gRPC code."""
 
     code: str = "OK"
     message: str = ""
 
 
+class ListPage(Wire):
+    """A page of a list; subclasses add the rows."""
+
+    next_page_token: str | None = None
+    total_size: int
+
+
 def rfc3339(moment: datetime) -> str:
-    """A time in UTC, with microseconds where it has any: `2026-11-30T04:05:06Z`."""
+    """A time in UTC, with microseconds if it has any: `2026-11-30T04:05:06Z`."""
     return moment.astimezone(UTC).replace(tzinfo=None).isoformat() + "Z"
 
 
-def seconds_of(duration: object) -> object:
-    """`"1800s"` as 1800.0; anything but a text is left to the field's own validation.
-
-    Raises:
-        ValueError: a text that is no duration.
-    """
+def parse_duration(duration: object) -> object:
+    """`"1800s"` as 1800.0. Other types are left to the field's own validation. Raises ValueError (a text that is not a duration)."""
     if not isinstance(duration, str):
         return duration
     found = _DURATION.match(duration.strip())
@@ -73,22 +75,56 @@ def seconds_of(duration: object) -> object:
     return float(found[1])
 
 
-def _duration_text(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.9f}".rstrip("0").rstrip(".") + "s"
 
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-"""A 32-bit integer: a number."""
 Int64 = Annotated[
     int,
     Field(ge=-(2**63), lt=2**63),
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"type": "string", "format": "int64"}, mode="serialization"),
 ]
-"""A 64-bit integer: a string on the way out."""
 Timestamp = Annotated[datetime, PlainSerializer(rfc3339, return_type=str)]
-"""A time."""
 Duration = Annotated[
-    float, BeforeValidator(seconds_of), PlainSerializer(_duration_text, return_type=str), WithJsonSchema({"type": "string"})
+    float, BeforeValidator(parse_duration), PlainSerializer(_format_duration, return_type=str), WithJsonSchema({"type": "string"})
 ]
-"""Seconds; on the wire `"1800s"`."""
+
+
+def request_body(model: type[Wire], *, required: bool = True) -> dict[str, Any]:
+    """The OpenAPI description of a body that a route reads itself."""
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The body as an object, of any content type. No body and `null` are `{}`; null fields are removed. Raises ProblemError (400)."""
+    body = await request.body()
+    raw = orjson.loads(body) if body.strip() else None  # `body_limit.py` has checked that it is JSON
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ProblemError(400, f"the body must be a JSON object, not {type(raw).__name__}")
+    return {key: _without_nulls(value) for key, value in raw.items() if value is not None}
+
+
+def parse_as(model: type[Model], raw: dict[str, Any]) -> Model:
+    """A body, or a part of one, as a model. Raises UnprocessableError (with every fault)."""
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        items = error.errors(include_url=False, include_context=False, include_input=False)
+        faults = [FaultError(("body", *item["loc"]), item["msg"].removeprefix("Value error, "), item["type"]) for item in items]
+        raise UnprocessableError(faults) from None
+
+
+def _is_zero(value: object) -> bool:
+    if isinstance(value, str):
+        return _ZERO.fullmatch(value) is not None
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+
+
+def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - walks any JSON
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -13,9 +13,9 @@ from headrace.core.settings import GatewaySettings
 from headrace.core.store import InvalidKeyError, ObjectNotFoundError, ObjectStore
 from headrace.gateway.problems import FaultError, ProblemError, UnprocessableError
 from headrace.gateway.reach import NotReachableError, Reach
-from headrace.gateway.rlor.dataset_facts import ready_dataset
-from headrace.gateway.rlor.dataset_lines import Line, lines_in
-from headrace.gateway.rlor.names import PROJECT, name_of
+from headrace.gateway.rlor.dataset_files import ready_dataset
+from headrace.gateway.rlor.dataset_lines import Line, split_lines
+from headrace.gateway.rlor.resources import PROJECT, resource_name
 
 LOC: list[str | int] = ["body", "training_data_url"]
 _ARTIFACT = "wandb-artifact://"
@@ -49,7 +49,9 @@ def objects_of(url: str, settings: GatewaySettings, reach: Reach) -> list[DataOb
     account = reach.caller.account
     try:
         if not reach.caller.sees(account, PROJECT):
-            raise ProblemError(404, f"{name_of(account, 'datasets', url)[:300]} does not exist, or is of project {PROJECT}, not this key's")
+            raise ProblemError(
+                404, f"{resource_name(account, 'datasets', url)[:300]} does not exist, or is of project {PROJECT}, not this key's"
+            )
         dataset = ready_dataset(reach.tables, account, url, "training_data_url")
     except ProblemError as problem:
         raise _refused(f"{problem.message} (a URI in the object store, the id of a dataset, or a mapped {_ARTIFACT}… is needed)") from None
@@ -72,7 +74,7 @@ def read_lines(store: ObjectStore, objects: list[DataObject]) -> Iterator[Line]:
             store.head(found.key)
         except ObjectNotFoundError:
             raise _refused(f"{store.uri(found.key)[:200]!r} does not exist") from None
-        yield from lines_in(store.get_chunks(found.key, sha256=found.sha256))
+        yield from split_lines(store.get_chunks(found.key, sha256=found.sha256))
 
 
 def _key_of(resolve: Callable[[str], str], uri: str) -> str:
