@@ -1,8 +1,8 @@
 """What the gateway adds to the Kafka commit of a job, and what a large job costs it in memory.
 
 A real `headrace gateway` process, a real client over HTTP. Latency: the 50th percentile of POSTs of a 100 KB job, one after the other,
-beside that of bare transactions (aiokafka, the same number of records and bytes, sent by this process), in turns. Memory: the peak resident
-set of the process after a job of 50 MB.
+next to that of bare transactions (aiokafka, the same number of records and bytes, sent by this process), in turns. Memory: the peak
+resident set of the process after a job of 50 MB.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 Ours is what a lane does with records: its reader, and admission (headers, decoding, checks, tokenizing). All processes of the path share
 one core; the broker has the others. Rates are groups for each second of processor time, of all processes of the path together: what one
-core does when nobody else uses it. The bare consumer polls as the lane's reader does, `read_committed`, and looks at the length of each
+core does when no one else uses it. The bare consumer polls as the lane's reader does, `read_committed`, and looks at the length of each
 value: once with the reader's fetch size, once with aiokafka's own, which is smaller and slower.
 The hosted APIs' JSON has no prompt ids: its prompts go through the chat template. It comes compressed, or needs a larger limit than the
 broker's 1 MiB; or it comes as our own senders send what is large: a claim check, with the payload in a file store.

@@ -1,6 +1,6 @@
 """Ways to do one thing, measured against each other in one run.
 
-Guarantees: the sides take turns, so that a noisy machine slows both; medians over the rounds, with the extremes beside them.
+Guarantees: the sides take turns, so that a noisy machine slows both; medians over the rounds, with the extremes next to them.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""Plans of 512 samples for rows of 16,384 tokens on 8 ranks, ours beside those of other trainers on the same lengths.
+"""Plans of 512 samples for rows of 16,384 tokens on 8 ranks, ours next to those of other trainers on the same lengths.
 
 Efficiency is what the ranks compute over what they take when all wait for the slowest at every micro step: mean cost of a rank over
 the sum of the micro steps' costliest rows, with L + L² / 16,384 as the cost of a sample of L tokens. Times are the least of several runs:

@@ -2,7 +2,7 @@
 
 Their pins contradict each other and ours (in the versions measured: areal 1.0.4 wants transformers <= 5.3, verl 0.9.1 >= 5.5.3,
 skyrl 0.4.0 >= 5.6.1, and areal a numpy below 2), so no one resolution holds them all and they are no extra of Headrace. They live
-beside it, without their dependencies, next to the few packages that their planners import. Python 3.12, because skyrl needs it:
+next to it, without their dependencies, next to the few packages that their planners import. Python 3.12, because skyrl needs it:
 
     uv venv --python 3.12 .venv-peers
     uv pip install --python .venv-peers/bin/python --no-deps -r benchmarks/peers.txt

@@ -1,4 +1,4 @@
-"""Building the prefix trees of a batch of groups: ours beside TRL's and AReaL's, on the same token ids.
+"""Building the prefix trees of a batch of groups: ours next to TRL's and AReaL's, on the same token ids.
 
 Rates are tokens of the sequences (shared ones counted for each) over wall time. Ours is measured to the end that the peers reach: the
 unique tokens, their positions, the segments, and for every sequence the column of each of its tokens. AReaL's function also makes a

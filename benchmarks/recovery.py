@@ -129,7 +129,7 @@ async def _killed(
 ) -> tuple[float, float, _Worker]:
     """Kill the worker, let the next step's groups wait, and start another: (start to step, of that after its imports, the other)."""
     worker.kill()
-    if longer:  # while nobody writes others
+    if longer:  # while no one writes others
         await _repeat_states(settings)
     await _send(settings, model, step)
     # The dead member's session is over before the clock runs: that time is a setting, and another worker's.

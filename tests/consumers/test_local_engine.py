@@ -98,7 +98,7 @@ def test_the_same_seed_and_calls_give_the_same_tokens(tiny_model):
     runs = [[engine.generate(PROMPTS, max_tokens=16) for _ in range(2)] for engine in (first, second, other)]
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
-    assert runs[0][0] != runs[0][1]  # the generator goes on from call to call
+    assert runs[0][0] != runs[0][1]  # the generator continues from call to call
 
 
 def test_full_weights_change_the_policy_and_mark_the_tokens(tiny_model, tmp_path):

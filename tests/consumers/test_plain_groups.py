@@ -30,7 +30,7 @@ def choice(start: int, stop: int, prompt: list[int], **message: object) -> dict[
 
 
 def raw_group() -> dict[str, Any]:
-    """One turn; two turns of which the second goes on, with tools; a second history, whose second turn begins anew. 15 tokens."""
+    """One turn; two turns of which the second continues, with tools; a second history, whose second turn starts again. 15 tokens."""
     user: dict[str, Any] = {"role": "user", "content": "a b"}
     one = {"messages_and_choices": [user, choice(0, 3, [2, 7, 3])], "reward": 1.0, "initial_policy_version": 0, "final_policy_version": 1}
     two = {

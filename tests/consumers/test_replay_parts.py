@@ -140,7 +140,7 @@ async def test_the_way_to_a_step_begins_at_the_nearest_state_that_exists_and_nev
     delete(6, "manifest.json")
     assert await way("8") == (4, 2, [5, 6, 7, 8])
     delete(4, "manifest.json")
-    with pytest.raises(NothingToReplayError, match="step 4 began anew from a snapshot that is gone"):
+    with pytest.raises(NothingToReplayError, match="step 4 began again from a snapshot that is gone"):
         await way("8")
     assert await way("3") == (2, 0, [3])
     with pytest.raises(NothingToReplayError, match=r"steps 3\.\.9 were asked for, but the ledger of agent ends at step 8"):

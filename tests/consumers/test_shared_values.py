@@ -55,7 +55,7 @@ def test_values_are_handed_over_as_they_were(small_memory: SharedValues, tmp_pat
             assert (None if found.value is None else bytes(found.value)) == asked.value
             assert (place is None) == (asked.value is None or not 1 << 16 <= len(asked.value) <= 1 << 18)
         left = left[len(restored) :]
-    assert batches == [8, 1], "the last one did not fit beside the others"
+    assert batches == [8, 1], "the last one did not fit next to the others"
 
 
 @pytest.mark.parametrize("tokens", [3, 1 << 15])

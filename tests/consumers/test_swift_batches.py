@@ -1,4 +1,4 @@
-"""Batches that are checked and unpacked by the swift way are those that aiokafka unpacks, and what it refuses is refused as it does."""
+"""Batches that are checked and unpacked by the fast way are those that aiokafka unpacks, and what it refuses is refused as it does."""
 
 import random
 import re

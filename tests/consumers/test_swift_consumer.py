@@ -1,4 +1,4 @@
-"""The swift consumer reads what aiokafka's own reads, by the swift way."""
+"""The fast consumer reads what aiokafka's own reads, by the fast way."""
 
 import random
 from collections.abc import Awaitable, Callable

@@ -222,6 +222,6 @@ def test_versions_rest_on_a_step_until_a_rebase_goes_back_to_before_it():
     assert influenced(records, records[2]) == (3, 4, 5, 6)
     assert influenced(records, records[3]) == (4,)
     assert influenced(records, records[5]) == (6,)
-    # Run again to other bits, and gone on with: it is in there.
+    # Run again to other bits, and continued with: it is in there.
     assert influenced([*before, rebased(5, 4)], records[3]) == (4, 5)
     assert influenced([*before, rebased(5, None)], records[3]) == (4,)

@@ -149,7 +149,7 @@ async def test_a_deletion_shows_before_and_after_the_owner_has_read_it(settings:
     assert (await get_model(settings, created.model_id)).status == "deleted"
     assert await list_models(settings) == []
     assert [view.status for view in await list_models(settings, deleted=True)] == ["deleted"]
-    # Rule 12: creating it anew is a new command, not the old model.
+    # Rule 12: creating it again is a new command, not the old model.
     again = await create_model(settings, project="maze", name="solver", model=TINY.model_copy(update={"seed": 7}))
     assert (again.status, again.settings.seed) == ("creating", 7)
     assert again.command is not None

@@ -1,4 +1,4 @@
-"""Two ledgers side by side: which numbers stand beside each other, and what is said of them."""
+"""Two ledgers side by side: which numbers is next to each other, and what is said of them."""
 
 import orjson
 import pytest

@@ -29,7 +29,9 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
         return
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type in {tokenize.COMMENT, tokenize.STRING} or tokenize.tok_name[token.type].startswith("FSTRING"):
-            yield token.start[0], token.string
+            # Up to Python 3.11 an f-string is one token: its expressions are code.
+            is_formatted = token.string.lstrip("rRbB")[:1] in {"f", "F"}
+            yield token.start[0], re.sub(r"\{[^{}\n]*\}", "{}", token.string) if is_formatted else token.string
 
 
 def hits() -> list[str]:

@@ -178,7 +178,7 @@ async def test_an_older_version_that_is_not_held_comes_from_the_ledger(engine, a
     for version, answer in zip((1, 1, 2, 3, 5, 1), answers, strict=True):
         assert answer["policy_version"] == version
         assert is_of(answer, loaded(site.base, folders[version]))
-    assert (await ask(engine, trained))["policy_version"] == 5  # what is asked for beside it never makes it go back
+    assert (await ask(engine, trained))["policy_version"] == 5  # what is asked for next to it never makes it go back
     held = [name for name in await names(engine) if name.startswith(trained)]
     assert len(held) == 3  # version 0, the current one, and one more
 

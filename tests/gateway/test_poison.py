@@ -1,4 +1,4 @@
-"""What a gateway answers is the same before and after somebody has written anything at all into the topics, and after a start anew."""
+"""What a gateway answers is the same before and after somebody has written anything at all into the topics, and after a start again."""
 
 import uuid
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a job's client reads while its owner goes on: only the end of the list grows, and the end comes when the checkpoint is there."""
+"""What a job's client reads while its owner continues: only the end of the list grows, and the end comes when the checkpoint is there."""
 
 from collections.abc import AsyncIterator
 from typing import Any

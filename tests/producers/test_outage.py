@@ -1,4 +1,4 @@
-"""A broker that stops answering: every buffered group gets an answer of its own, nothing is doubled, and sending goes on afterwards."""
+"""A broker that stops answering: every buffered group gets an answer of its own, nothing is doubled, and sending continues afterwards."""
 
 import asyncio
 import os

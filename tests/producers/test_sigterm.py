@@ -1,4 +1,4 @@
-"""SIGTERM flushes what is buffered; then the process ends, or goes on, as it would have without us."""
+"""SIGTERM flushes what is buffered; then the process ends, or continues, as it would have without us."""
 
 import asyncio
 import signal

@@ -4,7 +4,8 @@ Made from the tables that the code itself runs on: topics and their settings (`h
 (`headrace.schemas.carried`, what `Events` subscribes by and producers send by) and the record models. FastStream's own document knows only
 one application's handlers, one channel each; a test holds that what it says of `Events` is what stands here.
 
-Guarantees: complete (no topic and no record is left out) and deterministic. Gives up: the `dead-letters` payload, which is foreign bytes.
+Guarantees: complete (no topic and no record is left out) and deterministic. Limitations: the `dead-letters` payload, which is foreign
+bytes.
 """
 
 from typing import Any
@@ -28,8 +29,8 @@ _PARTIES: dict[str, tuple[str, str]] = {
     topics.STEPS: (_WORKER, f"{_WORKER}, after taking it over; replay; subscribers"),
     topics.MODELS: (_WORKER, f"{_WORKER}, after taking it over; the gateway; subscribers"),
     topics.TRAINING_EVENTS: (_WORKER, "subscribers"),
-    topics.WEIGHTS: (_WORKER, "weight subscribers beside rollout engines; producers that pace themselves"),
-    topics.WEIGHT_ACKS: ("weight subscribers beside rollout engines", "dashboards and subscribers"),
+    topics.WEIGHTS: (_WORKER, "weight subscribers next to rollout engines; producers that pace themselves"),
+    topics.WEIGHT_ACKS: ("weight subscribers next to rollout engines", "dashboards and subscribers"),
     topics.JOBS: ("the gateway, once with the job; then the worker that owns the model's lane", "the gateway; subscribers"),
     topics.GATEWAY: ("gateways", "gateways"),
     topics.DEAD_LETTERS: (f"{_WORKER}; the command line, of what became of a letter", "people and tools that look for what went wrong"),

@@ -1,7 +1,8 @@
 """A FastStream broker that reaches Kafka as our settings say.
 
 Guarantees: address, security, client id and time-outs are those that every other part of Headrace uses, with the same errors at the
-door. Gives up: FastStream's own settings for them; whoever needs others builds a `KafkaBroker` and includes `Events.router` in it.
+door. Limitations: FastStream's own settings for them; the process that needs others builds a `KafkaBroker` and includes `Events.router`
+in it.
 """
 
 import logging

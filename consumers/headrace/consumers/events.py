@@ -3,7 +3,7 @@
 Guarantees: only committed records (`read_committed`); the function gets a validated model, never a dict; a topic that does not exist is
 an error at the start and is never created by accident (it would have the wrong partition count); when `start` has returned, a
 subscriber without a group misses no record written afterwards. What happens to foreign records and failing functions: `record_scope`.
-Gives up: `TrajectoryGroup`, whose arrays need the group codec and the object store; training offsets, which are a worker's business.
+Limitations: `TrajectoryGroup`, whose arrays need the group codec and the object store; training offsets, which are a worker's business.
 """
 
 import asyncio

@@ -6,7 +6,8 @@ Guarantees: our codec reads the record, and `ce_type` decides; another type and 
 with topic, partition and offset and skipped: an observer does not die of foreign data. With a group, a record's offset is committed
 after its handler returned, that record's alone; a handler that raises gets the same record again, after a pause that grows to
 `_LONGEST_PAUSE`, and nothing behind it in its partition is committed before (at least once). Without a group a failure is logged and
-the next record comes (at most once). Gives up: with a group, progress of the subscriber's other partitions while one of its records fails.
+the next record comes (at most once). Limitations: with a group, progress of the subscriber's other partitions while one of its records
+fails.
 """
 
 import asyncio
@@ -91,13 +92,13 @@ class RecordScope:
         return result
 
     async def _is_mine(self, message: StreamMessage[Any], record: ConsumerRecord) -> bool:
-        # A dead letter keeps its sender's `ce_type`, and may lack one: it is never a record of ours.
+        # A dead letter keeps its sender's `ce_type`, and may lack one: it is never a record of Headrace.
         if record.value is None or is_dead_letter(record.headers):
             return False
         try:
             return model_of(message.headers, self._carried) is self.model and await message.decode() is not None
         except CodecError as error:
-            # Another type is everyday: a newer Headrace, or somebody else's record. What claims to be ours and is broken is not.
+            # Another type is everyday: a newer Headrace, or another's record. What claims to be ours and is broken is not.
             level = logging.DEBUG if error.reason is DeadLetterReason.UNKNOWN_TYPE else logging.WARNING
             logger.log(level, "skipped %s: %s: %s", _where(record), error.reason, error)
             return False

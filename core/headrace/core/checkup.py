@@ -86,13 +86,13 @@ def check_models(settings: Settings) -> list[Finding]:
     for view in views:
         title, detail = f"model {view.name}", f"{view.status}: {view.status_detail}"
         if view.status == "waiting":
-            findings.append(Finding(name=title, ok=False, detail=detail, advice="repair the base model: it goes on by itself"))
+            findings.append(Finding(name=title, ok=False, detail=detail, advice="repair the base model: it continues by itself"))
         elif view.status in {"stopped", "diverged"}:
             advice = f"headrace models resume {view.model_id}"
             findings.append(Finding(name=title, ok=False, detail=detail, advice=advice, needed=False))
         if view.state is not None and view.state.unknown_versions:
             detail = f"published, and not in its ledger, whose end Kafka has lost: {', '.join(view.state.unknown_versions)}"
-            advice = "warm-start a model from one of them, or go on without them"
+            advice = "warm-start a model from one of them, or continue without them"
             findings.append(Finding(name=title, ok=False, detail=detail, advice=advice, needed=False))
     return findings
 

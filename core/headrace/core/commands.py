@@ -1,7 +1,7 @@
 """Writing commands to the owner of a lane, and what is known of whether they were read.
 
 Guarantees: a command stands in the lane of its model; it is taken up when the lane's own record says so, in the transaction that holds
-what came of it. Gives up: to know whether a worker is alive; a command waits in the log for the next one.
+what came of it. Limitations: to know whether a worker is alive; a command waits in the log for the next one.
 """
 
 from collections.abc import AsyncGenerator, Collection, Iterable

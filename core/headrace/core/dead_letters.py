@@ -1,6 +1,6 @@
 """Dead letters as people look at them: what stands in `dead-letters`, and what became of each.
 
-Guarantees: a letter shows its original's key and headers untouched, ours taken off; what somebody sent again or dropped says so. A record
+Guarantees: a letter shows its original's key and headers untouched, ours taken off; what someone sent again or dropped says so. A record
 there that is neither a letter nor about one is passed by. The original of a letter that is cut is read where it was, and must have the
 letter's digest.
 Limitations: a listing holds no values; `open_originals` reads them. Looking at one letter reads all that was written behind it, since what
@@ -73,7 +73,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Original:
-    """The record as it was, for whoever sends it again."""
+    """The record as it was, for the process that sends it again."""
 
     key: bytes | None
     value: bytes | None
@@ -149,7 +149,7 @@ class LetterFilter:
 
 
 async def list_letters(settings: Settings, wanted: LetterFilter | None = None) -> list[DeadLetter]:
-    """The letters that fit, by the time they were written; by default all that wait for somebody.
+    """The letters that fit, by the time they were written; by default all that wait for someone.
 
     Raises:
         KafkaUnavailableError: no broker, or no such topic.
@@ -248,7 +248,7 @@ async def require_partition(options: ClientOptions, topic: str, partition: int) 
 
 
 def nothing_at(place: Place) -> str:
-    """What to tell somebody who names a place without a letter."""
+    """What to tell someone who names a place without a letter."""
     return (
         f"no dead letter stands at {place}: `headrace dlq list --all` shows those there are (retention deletes old ones, and offsets "
         "between them hold records of what became of a letter)"
@@ -292,7 +292,7 @@ def _original(record: ConsumerRecord) -> Original:
 
 
 def _number(ours: Mapping[str, str], name: str) -> int:
-    """A header of ours that is a number; -1 where it is none, as a record that can't be handed over has no time."""
+    """A header of Headrace that is a number; -1 where it is none, as a record that can't be handed over has no time."""
     try:
         return int(ours.get(f"headrace-error-{name}", ""))
     except ValueError:
@@ -311,6 +311,6 @@ def _resolution(record: ConsumerRecord) -> DeadLetterResolved | None:
     try:
         opened = open_record(record.value, header_text(record.headers), (DeadLetterResolved,))
     except CodecError:
-        return None  # somebody else's record
+        return None  # another's record
     assert isinstance(opened, DeadLetterResolved)  # noqa: S101 - the only type that was allowed
     return opened if opened.partition == record.partition else None

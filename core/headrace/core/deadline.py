@@ -2,7 +2,7 @@
 
 `asyncio.timeout` cancels once. Before Python 3.12 `asyncio.wait_for`, which the Kafka client uses within, loses a cancellation that arrives
 as its inner task ends: what was limited then runs for ever. Guarantees: a block that is over its time is cancelled again until it ends;
-a cancellation from outside stays one. Gives up: a block that ends by itself after all is no error, and cleaning up may be interrupted
+a cancellation from outside stays one. Limitations: a block that ends by itself after all is no error, and cleaning up may be interrupted
 `AGAIN_SECONDS` after it began.
 """
 

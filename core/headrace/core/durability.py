@@ -3,7 +3,7 @@
 A broker that has acknowledged a record may not have synced it. One machine that loses its power can come up with a ledger that ends
 before the weights that it has published; with 3 replicas, 2 of them in sync at each commit, that takes two machines at once.
 
-Guarantees: what the cluster says of the least safe of our topics. Gives up: whether the replicas share a power supply.
+Guarantees: what the cluster says of the least safe of our topics. Limitations: whether the replicas share a power supply.
 """
 
 from dataclasses import dataclass

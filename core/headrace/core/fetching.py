@@ -1,7 +1,7 @@
 """Single records by their offsets: what recovery and replay read of a log, however long it has grown.
 
 Guarantees: `read_committed`; each offset that was asked for is in the answer, or the call raises and names all that are gone; offsets that
-stand close together are read in one go. Gives up: memory bounds; the caller bounds what it asks for.
+stand close together are read in one go. Limitations: memory bounds; the caller bounds what it asks for.
 """
 
 import time
@@ -116,5 +116,5 @@ def _gone(where: TopicPartition, missing: list[int], first: int) -> str:
     named = ", ".join(map(str, missing[:_NAMED])) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
     return (
         f"{where.topic} partition {where.partition}: offsets {named} are needed and are not there; the log begins at {first} "
-        "(retention deleted what stood before: raise retention.ms of the topic to keep records longer)"
+        "(retention deleted what was before: raise retention.ms of the topic to keep records longer)"
     )

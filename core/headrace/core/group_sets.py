@@ -2,8 +2,8 @@
 
 One zstd object, one group's JSON a line, named by the SHA-256 of what is stored. Guarantees: the object is durable when `store_groups`
 returns, and a repeat is the same object; `read_groups` checks size and digest before it decompresses, and makes no more than `raw_size`
-bytes. Gives up: sets above 256 MiB of JSON; deleting them, they live as long as the bucket's lifecycle says. Blocks and computes: not for
-an event loop.
+bytes. Limitations: sets above 256 MiB of JSON; deleting them, they live as long as the bucket's lifecycle says. Blocks and computes: not
+for an event loop.
 """
 
 import hashlib

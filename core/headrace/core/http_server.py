@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_SECONDS = 10.0
 """For the head of a request to come in whole."""
 _LEFTOVER_SECONDS = 5.0
-"""For which a body that nobody reads is thrown away: its sender can read the answer meanwhile."""
+"""For which a body that no one reads is thrown away: its sender can read the answer meanwhile."""
 _NO_SNIFF = ("X-Content-Type-Options", "nosniff")
 
 
@@ -28,7 +28,7 @@ def server_config(app: Any, *, grace_seconds: int, head_seconds: float = HEAD_SE
 
     Args:
         app: The ASGI app.
-        grace_seconds: For which requests under way may go on when the server ends.
+        grace_seconds: For which requests under way may continue when the server ends.
         head_seconds: Within which the head of a request comes in whole.
     """
 
@@ -72,7 +72,7 @@ def is_foreign_page(host: str, origin: str | None, own: Collection[str] = ()) ->
     Args:
         host: Header `Host`. A page that leads a name of its own to this machine has that name here.
         origin: Header `Origin`; None: there is none, as in requests that no browser sends.
-        own: Names by which this server is known, beside `localhost` and addresses.
+        own: Names by which this server is known, next to `localhost` and addresses.
     """
     if origin is None:
         return False

@@ -3,7 +3,7 @@
 What users of the hosted APIs would see (exactly-once rule 16):
 
 - A cancel shows at once, as JOB_STATE_CANCELLING. The job may still end as COMPLETED, where its step is committed before the owner reads
-  the command, so CANCELLED would be a promise that nobody can keep.
+  the command, so CANCELLED would be a promise that no one can keep.
 - A pause does not change the state: a step may run until the owner reads it, and those APIs have no state for it. `requested` says it.
 - A resumed job is JOB_STATE_PENDING: it is in the queue again, whether or not a worker is there to take it.
 
@@ -24,7 +24,7 @@ from headrace.schemas.state import LaneState, ModelState
 
 Cancelling = Literal["JOB_STATE_CANCELLING"]
 CANCELLING: Cancelling = "JOB_STATE_CANCELLING"
-"""Shown, never stored: somebody asked for it and no owner has answered."""
+"""Shown, never stored: someone asked for it and no owner has answered."""
 ShownState = JobState | Cancelling
 JobCommand = CancelJob | PauseJob | ResumeJob
 Request = Literal["cancel", "pause", "resume"]
@@ -38,7 +38,7 @@ class JobView:
     model_id: str
     state: ShownState
     document: JobDocument | None
-    """As it was written last; None: no owner has read the job's record, but somebody wants it cancelled."""
+    """As it was written last; None: no owner has read the job's record, but someone wants it cancelled."""
     requested: Request | None = None
     """What no owner has read yet."""
     command: tuple[int, int] | None = None
@@ -119,7 +119,7 @@ def open_document(record: ConsumerRecord) -> JobDocument:
 
 
 def _cancelled(job_id: str, model_id: str, model: ModelState | None) -> JobView:
-    """A job that somebody wants cancelled and of which nothing else is known."""
+    """A job that someone wants cancelled and of which nothing else is known."""
     return JobView(
         job_id=job_id,
         model_id=model_id,

@@ -1,8 +1,8 @@
 """Jobs as everyone but their owner sees them, and how to cancel, pause and resume them: by command to the owner of the model's lane.
 
 Guarantees: a job shows as soon as its owner has read its record, and what was asked of it as soon as the command is in the log, also with
-no worker alive (`job_views` says how); what can't be is refused here, before a command is written. Gives up: jobs that no owner has
-read yet. They stand in `trajectory-groups`, however long that is; whoever knows the model can cancel one all the same.
+no worker alive (`job_views` says how); what can't be is refused here, before a command is written. Limitations: jobs that no owner has
+read yet. They stand in `trajectory-groups`, however long that is; the process that knows the model can cancel one all the same.
 """
 
 from contextlib import aclosing

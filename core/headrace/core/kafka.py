@@ -1,7 +1,7 @@
 """Connecting to Kafka: settings to aiokafka's arguments, and its failures as sentences.
 
 Guarantees: a missing address, an unreadable certificate and an unreachable broker each say what to set or to start; passwords
-leave their `SecretStr` here only and enter no message. Gives up: GSSAPI and OAUTHBEARER.
+leave their `SecretStr` here only and enter no message. Limitations: GSSAPI and OAUTHBEARER.
 """
 
 import ssl

@@ -1,6 +1,6 @@
 """What a process logs while Kafka is away: a warning when it begins to wait, one a minute meanwhile, and one when Kafka answers again.
 
-aiokafka logs each failed attempt of each client, hundreds of lines a second. Inside `folding` those lines, and those of ours that pass
+aiokafka logs each failed attempt of each client, hundreds of lines a second. Inside `folding` those lines, and those of Headrace that pass
 through `log_trouble`, start a question to Kafka, asked once a second. If Kafka does not answer, the lines are dropped and this module's
 warnings replace them. If it answers, they are logged, each kind of aiokafka's once a minute at most.
 
@@ -111,7 +111,7 @@ class _Outage:
         self._warned = -_EVERY_SECONDS
         self._complained = 0.0
         self._dropped = 0
-        """Messages of ours; those of aiokafka are attempts, which nobody misses."""
+        """Messages of Headrace; those of aiokafka are attempts, which no one misses."""
 
     @property
     def away(self) -> bool:

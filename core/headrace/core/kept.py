@@ -1,9 +1,9 @@
 """Records of topics that only our own parts write, told from what else stands there.
 
 A broker takes anybody's records. Ours have their type in a header, stand under the key that they name themselves, and fit their schema.
-Guarantees: what is not ours is never taken for ours, and ends nobody's reading: each is left out, with one line in the log that says where
-it stands; of a compacted topic the last record of ours under each key counts, whatever somebody wrote over it. Gives up: records that
-somebody forges well; whoever may write there may do that (give Kafka ACLs). A compaction that took ours away for a foreign record.
+Guarantees: what is not ours is never taken for ours, and ends no one's reading: each is left out, with one line in the log that says where
+it stands; of a compacted topic the last record of Headrace under each key counts, whatever someone wrote over it. Limitations: records that
+someone forges well; the process that may write there may do that (give Kafka ACLs). A compaction that took ours away for a foreign record.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,11 +28,11 @@ class NotOursError(HeadraceError):
         super().__init__(f"{record.topic} partition {record.partition} offset {record.offset} can't be read: {detail}")
         self.detail = detail
         self.claims = claims
-        """Its type is one of ours, and it is JSON: another release may have written it."""
+        """Its type is one of Headrace, and it is JSON: another release may have written it."""
 
 
 def open_kept(record: ConsumerRecord, kinds: Sequence[type[BaseModel]]) -> BaseModel:
-    """A record of ours.
+    """A record of Headrace.
 
     Args:
         record: Any of the topic.
@@ -58,7 +58,7 @@ def open_kept(record: ConsumerRecord, kinds: Sequence[type[BaseModel]]) -> BaseM
 
 
 def kept_or_none(record: ConsumerRecord, kinds: Sequence[type[BaseModel]]) -> BaseModel | None:
-    """A record of ours; None, and a line in the log, where it is none."""
+    """A record of Headrace; None, and a line in the log, where it is none."""
     try:
         return open_kept(record, kinds)
     except NotOursError as error:
@@ -69,7 +69,7 @@ def kept_or_none(record: ConsumerRecord, kinds: Sequence[type[BaseModel]]) -> Ba
 def latest_kept(
     records: Iterable[ConsumerRecord], kinds: Sequence[type[BaseModel]], *, strict: bool = False
 ) -> list[tuple[ConsumerRecord, BaseModel]]:
-    """The table that a compacted topic stands for: under each key of a partition the last record of ours, unless a tombstone follows.
+    """The table that a compacted topic stands for: under each key of a partition the last record of Headrace, unless a tombstone follows.
 
     Args:
         records: Each partition in offset order.

@@ -1,10 +1,10 @@
 """Memory that a process gives back is kept for what it needs next, instead of going back to the system.
 
-A reader of large records takes and gives back megabytes for each. glibc returns them to the system at once, and to take pages anew (each
+A reader of large records takes and gives back megabytes for each. glibc returns them to the system at once, and to take pages again (each
 is cleared) costs nearly as much as to decompress what goes into them: 0.9 of 2.3 ms for a group of 1.5 MB.
 
-Guarantees: changes nothing but speed; does nothing where the C library is not glibc, or whoever started the process
-has set these bounds (`MALLOC_TRIM_THRESHOLD_`, …). Gives up: up to `KEPT_BYTES` of memory that are free and still the process's, and
+Guarantees: changes nothing but speed; does nothing where the C library is not glibc, or the process that started the process
+has set these bounds (`MALLOC_TRIM_THRESHOLD_`, …). Limitations: up to `KEPT_BYTES` of memory that are free and still the process's, and
 glibc's own adjusting of the bounds.
 """
 

@@ -1,9 +1,9 @@
 """Reading the ledger: the records that the topic `steps` has of one model.
 
 A model's records stand in the partition of its lane, among those of other models, in step order; a model that was deleted and created
-again begins anew at step 1, as another incarnation. Guarantees: `read_committed`, up to the end that was written when reading began; each
+again starts again at step 1, as another incarnation. Guarantees: `read_committed`, up to the end that was written when reading began; each
 step once, in order; a step that can't be read, or two different records of one, raise with their places, and what is no step is left out.
-Gives up: an index; all of the partition is read over, but only the records of this model are decoded.
+Limitations: an index; all of the partition is read over, but only the records of this model are decoded.
 """
 
 from collections.abc import AsyncGenerator

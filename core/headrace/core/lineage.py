@@ -1,8 +1,8 @@
 """Where a version comes from, and where a group went.
 
 Guarantees: what a step trained on is told from its report, or, where that was not kept or is gone, from the log at the ledger's offsets; a
-step of which neither is left is named, so that "unknown" never hides one. Gives up: an index of group ids; a search reads the reports of
-all steps, newest first. A version is influenced by every step before it since the state that training went on from (`influenced`).
+step of which neither is left is named, so that "unknown" never hides one. Limitations: an index of group ids; a search reads the reports of
+all steps, newest first. A version is influenced by every step before it since the state that training continued from (`influenced`).
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class GroupLineage:
     """Also of a group that is only `sent`: its offset."""
     refusals: tuple[GroupRejected, ...]
     trajectories_refused: tuple[TrajectoryRejected, ...]
-    """Refused alone, the rest of the group went on."""
+    """Refused alone, the rest of the group continued."""
     unsearched: tuple[int, ...]
     """Steps of which neither report nor log is left: it may have trained there."""
 
@@ -174,7 +174,7 @@ class Lineage:
             try:
                 groups = await self._logged(_offsets(record))
             except OffsetLostError:
-                # The log loses its beginning: what stood before is gone, too.
+                # The log loses its beginning: what was before is gone, too.
                 return None, [each.step for each in records[: len(records) - at] if each.offsets]
             for group in groups.values():
                 if group.group_id == group_id:

@@ -1,7 +1,7 @@
 """Which groups stand in the log at given offsets: their ids and producers, without their tokens.
 
 For what a report does not tell: groups that wait, and steps whose report is gone. Guarantees: the id is the one that the lane knows the
-group by, `<partition>-<offset>` where the producer gave none. Gives up: speed, a group's JSON is parsed whole.
+group by, `<partition>-<offset>` where the producer gave none. Limitations: speed, a group's JSON is parsed whole.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Which model somebody means: by its id, or by its name as `name`, `project/name` or `account/project/name`.
+"""Which model someone means: by its id, or by its name as `name`, `project/name` or `account/project/name`.
 
 Guarantees: one model, or an error that names what there is. A name belongs to an account and a project: without an account it means the
 account of the settings, without a project any project of it, and a name that several projects have is refused with the list of them.

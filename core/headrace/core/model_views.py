@@ -53,7 +53,7 @@ class ModelView:
 
     @property
     def incarnation(self) -> str | None:
-        """The one that lives; None while it is being created: a model that is created anew still has the state of the one before it."""
+        """The one that lives; None while it is being created: a model that is created again still has the state of the one before it."""
         return None if self.state is None or self.status == "creating" else self.state.incarnation
 
 
@@ -140,7 +140,7 @@ def _view(state: ModelState) -> ModelView:
 
 
 def incarnation_of(model_id: str, offset: int) -> str:
-    """The incarnation that a `CreateModel` at this offset of its lane makes: whoever applies it makes the same one."""
+    """The incarnation that a `CreateModel` at this offset of its lane makes: the process that applies it makes the same one."""
     return str(uuid.uuid5(_NAMESPACE, f"{model_id}/{offset}"))
 
 

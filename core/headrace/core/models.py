@@ -1,7 +1,7 @@
 """Models as everyone but their owner sees them: states in `models`, with the commands folded over them that no owner has read yet.
 
 Guarantees: a model shows as soon as its command is in the log, also with no worker alive; commands are idempotent (the id derives from
-account, project and name). Gives up: what a command leads to is the owner's to say; until then the view says `creating`, `resuming` or
+account, project and name). Limitations: what a command leads to is the owner's to say; until then the view says `creating`, `resuming` or
 `deleting`.
 """
 
@@ -54,7 +54,7 @@ class ModelRefusedError(HeadraceError):
 
 
 def model_id_of(account: str, project: str, name: str) -> str:
-    """The id of a model: a UUID5, so that whoever asks for the same model means the same id."""
+    """The id of a model: a UUID5, so that the process that asks for the same model means the same id."""
     return str(uuid.uuid5(_NAMESPACE, orjson.dumps([account, project, name]).decode()))
 
 
@@ -203,9 +203,9 @@ async def list_models(
 
 
 async def resume_model(settings: Settings, model_id: str) -> ModelView:
-    """Ask that a model that is stopped or has diverged goes on.
+    """Ask that a model that is stopped or has diverged continues.
 
-    A diverged one goes on from what could be run again of its steps, as a new version; groups that were lost are refused as `expired`.
+    A diverged one continues from what could be run again of its steps, as a new version; groups that were lost are refused as `expired`.
 
     Raises:
         UnknownModelError: there is none.
@@ -224,7 +224,7 @@ async def resume_model(settings: Settings, model_id: str) -> ModelView:
 async def wait_for_model(settings: Settings, view: ModelView, seconds: float) -> ModelView:
     """Wait until the owner of its lane has done what was asked for (created, deleted, resumed), by following `models`.
 
-    A model that was resumed may be stopped or diverged after it, with another detail: the owner found that it still can't go on.
+    A model that was resumed may be stopped or diverged after it, with another detail: the owner found that it still can't continue.
 
     Args:
         settings: Of this process.

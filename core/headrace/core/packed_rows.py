@@ -1,6 +1,6 @@
-"""The file of packed rows beside a step's report, opened: `rows.safetensors`, laid out as `headrace.trainer.rows_out` says.
+"""The file of packed rows next to a step's report, opened: `rows.safetensors`, laid out as `headrace.trainer.rows_out` says.
 
-Guarantees: a file of another layout is told apart (`laid_out`), never misread. Gives up: reading a part of it.
+Guarantees: a file of another layout is told apart (`laid_out`), never misread. Limitations: reading a part of it.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Claim checks: a group that is too large for the log goes to the object store first, and the log carries where it is.
 
 Guarantees: the name is the SHA-256 of what is stored, so a repeat is the same object; `redeem` checks the claim's sizes before it reads,
-size and digest before it decompresses, and never makes more than `raw_size` bytes. Gives up: deleting payloads; they live as long as the
+size and digest before it decompresses, and never makes more than `raw_size` bytes. Limitations: deleting payloads; they live as long as the
 bucket's lifecycle says. Blocks and computes: not for an event loop.
 """
 
@@ -78,7 +78,7 @@ def claim(store: ObjectStore, body: bytes, content_type: str, group_id: str | No
 
 
 def redeem(store: ObjectStore, claimed: GroupClaim | GroupSet) -> memoryview:
-    """The encoded group behind a claim, or the lines of a set, checked; nobody else has the memory, or writes into it.
+    """The encoded group behind a claim, or the lines of a set, checked; no one else has the memory, or writes into it.
 
     Raises:
         PayloadMissingError: gone, or never there.

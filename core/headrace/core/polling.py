@@ -1,11 +1,11 @@
-"""The next records of a consumer, whatever somebody has written there: how everything of ours reads Kafka.
+"""The next records of a consumer, whatever someone has written there: how everything of Headrace reads Kafka.
 
-A record that aiokafka can't hand over makes its `getmany` and `getone` raise, each time anew, and takes along what the same call had
+A record that aiokafka can't hand over makes its `getmany` and `getone` raise, each time again, and takes along what the same call had
 unpacked of other partitions. Here it is handed over as an `UnreadableRecord`: who has dead letters writes one, and all others leave it out
 with `readable`, which says so once.
 
-Guarantees: each record once, each partition in offset order, nothing lost beside one that can't be read, and no wait for partitions that
-have nothing; after an error the consumer stands where it stood. What a call unpacks is bounded: a batch by `unpacking.py`, and the call
+Guarantees: each record once, each partition in offset order, nothing lost next to one that can't be read, and no wait for partitions that
+have nothing; after an error the consumer stands where it was. What a call unpacks is bounded: a batch by `unpacking.py`, and the call
 ends once it has `_ENOUGH_BYTES`, which it asks after every few records.
 Limitations: what raises otherwise (retention, a broker that is away, a wrong checksum) raises here too.
 """

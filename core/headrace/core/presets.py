@@ -7,7 +7,7 @@
 | GSPO (arXiv 2507.18071) | PPO, ratio per sequence | [1 - 0.0003, 1 + 0.0004] | none | sequence mean of token means |
 
 None rescales advantages over the batch. Guarantees: a preset is a plain `TrainConfig`, so any option may be set over it, and no other
-module knows methods. Gives up: DAPO's dynamic sampling and over-long shaping, as the hosted service does; DPO and ORPO.
+module knows methods. Limitations: DAPO's dynamic sampling and over-long shaping, as the hosted service does; DPO and ORPO.
 """
 
 import math

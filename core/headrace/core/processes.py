@@ -1,6 +1,6 @@
 """Other processes: a child that ends with its parent, how much memory it may take, its name in `ps` and `top`, and whether one runs.
 
-Guarantees of `die_with`: on Linux the kernel kills the child at once, also in the middle of a computation. Gives up: elsewhere it ends
+Guarantees of `die_with`: on Linux the kernel kills the child at once, also in the middle of a computation. Limitations: elsewhere it ends
 at its next read of a pipe from the parent; and on Linux "the parent" is the thread that started the child: start it from one that lives
 as long as the process.
 """

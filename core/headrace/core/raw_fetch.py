@@ -7,7 +7,7 @@ reason, as `consumers/lanes/swift_consumer.py` does for speed; `polling` uses it
 
 Guarantees: isolation, limits and offsets are the consumer's own; a header's name that is no text, or too many headers, cost their record; a
 batch that can't be decompressed, or only to more than the bound, costs its records; nothing else is lost. A batch with a wrong checksum
-raises: that is nobody's record, but a broken disk or network.
+raises: that is no one's record, but a broken disk or network.
 Limitations: records are unpacked in Python, which is slow. Of a batch that can't be decompressed the first `MOST_UNREAD` records are
 handed over, the last of these for all behind it.
 """

@@ -7,7 +7,7 @@ has passed its end, so an open transaction is waited for and aborted records are
 Guarantees: every committed record from the start to the end, each partition in offset order, none from after the end; key and value
 are bytes or None. One that the client can't hand over is left out, with a line in the log. A missing topic, a start that retention has
 deleted, and a read that stands still each raise.
-Gives up: memory bounds; `read_to_end` holds all it read (`stream_to_end` does not).
+Limitations: memory bounds; `read_to_end` holds all it read (`stream_to_end` does not).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ POLL_MS = 25
 """A poll returns early with records, and at the latest after this: markers alone move the position without waking the poll."""
 FOLLOW_POLL_MS = 1000
 STALL_SECONDS = 120.0
-"""Longer than a transaction of ours may stay open (60 s) and the broker takes to notice (10 s)."""
+"""Longer than a transaction of Headrace may stay open (60 s) and the broker takes to notice (10 s)."""
 
 
 class OffsetLostError(HeadraceError):

@@ -1,4 +1,4 @@
-"""Reading what a step left in the object store beside its weights: its report, and the file of packed rows.
+"""Reading what a step left in the object store next to its weights: its report, and the file of packed rows.
 
 Guarantees: nothing is given out that differs from the digests of the ledger. What was never kept and what is gone are told apart.
 All calls block: not for an event loop.
@@ -47,7 +47,7 @@ def read_report(store: ObjectStore, ref: WeightsRef | None) -> StepReport:
 
 
 def read_rows(store: ObjectStore, ref: WeightsRef | None, limit: int | None = None) -> bytes | None:
-    """The packed rows beside the report, a safetensors file; None where none were kept (`worker.report_rows`).
+    """The packed rows next to the report, a safetensors file; None where none were kept (`worker.report_rows`).
 
     Args:
         store: Where reports are.

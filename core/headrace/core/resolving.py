@@ -1,13 +1,14 @@
-"""Sending dead letters again, or dropping them: once, whoever else tries it at the same time.
+"""Sending dead letters again, or dropping them: once, the process that else tries it at the same time.
 
-A partition of `dead-letters` has one transactional id for all who resolve its letters. Whoever comes starts a producer with it, which
+A partition of `dead-letters` has one transactional id for all who resolve its letters. The process that comes starts a producer with it,
+which
 fences those before and waits for their last transaction to end; then reads the partition to the end that was written; then decides: as
 lanes do (exactly-once rules 1 to 3). The record that is sent and the mark that it was are one transaction.
 
 Guarantees: a letter is sent again at most once, and marked exactly if it was; one that is resolved already is refused with who, when and
 where to. After anything but a clean commit, what happened is read again, never concluded from the error. A letter goes back to the topic
-and partition it came from, or, where the partition was what was wrong with it, to that of its key. Gives up: one transaction for all that
-was asked for; it is done in parts, so that nobody who reads those topics waits for long.
+and partition it came from, or, where the partition was what was wrong with it, to that of its key. Limitations: one transaction for all
+that was asked for; it is done in parts, so that no one who reads those topics waits for long.
 """
 
 import asyncio
@@ -95,7 +96,7 @@ async def resolve(settings: Settings, action: Action, wanted: Sequence[Place] | 
     Args:
         settings: Of this process.
         action: Which of both.
-        wanted: Places, or all that fit and wait for somebody.
+        wanted: Places, or all that fit and wait for someone.
         by: Who asks; written down.
 
     Returns:
@@ -117,7 +118,7 @@ async def resolve(settings: Settings, action: Action, wanted: Sequence[Place] | 
 
 
 class _LetterBox:
-    """One partition of `dead-letters`, for as long as nobody else claims it."""
+    """One partition of `dead-letters`, for as long as no one else claims it."""
 
     def __init__(self, settings: Settings, partition: int) -> None:
         self._topics = settings.topic_names
@@ -144,7 +145,7 @@ class _LetterBox:
                 return request.outcomes
         unclear = (
             f"it is not known whether it was {request.action}: {_TRIES} tries ended in {type(last).__name__} ({last}). "
-            "Somebody else may be at the letters of this partition: `headrace dlq show` tells what became of it"
+            "Someone else may be at the letters of this partition: `headrace dlq show` tells what became of it"
         )
         return {offset: self._outcome(offset, refused=unclear) for offset in request.offsets} | request.outcomes
 
@@ -220,7 +221,7 @@ class _LetterBox:
             await asyncio.gather(*[await self._mark(producer, letter, record) for letter, record in zip(part, records, strict=True)])
             await producer.commit_transaction()
         except BaseException:
-            # Whoever reads the lane should not wait for the time-out. Where this fails, that ends it.
+            # The process that reads the lane should not wait for the time-out. Where this fails, that ends it.
             with suppress(KafkaError, AssertionError, TimeoutError):
                 async with deadline(_STOP_SECONDS):
                     await producer.abort_transaction()

@@ -115,7 +115,7 @@ class WorkerSettings(_Section):
     tokens_per_pass: int = Field(default=0, ge=0)
     """Tokens of one packed row where a config does not say `packed_sequence_length`; 0: 2,048 on a CPU, 16,384 on a GPU."""
     rank_silence_seconds: float = Field(default=60.0, gt=1)
-    """A rank that gives no sign of life for so long is hung: the world is ended and started anew."""
+    """A rank that gives no sign of life for so long is hung: the world is ended and restarted."""
     collective_timeout_seconds: float = Field(default=1800.0, gt=1)
     """A rank that waits so long for the others fails the step."""
     snapshot_every: int = Field(default=4, ge=1, le=1000)
@@ -169,7 +169,7 @@ class GatewaySettings(_Section):
     max_body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
     """Of a request that brings groups of trajectories; files of datasets are streamed and have a limit of their own."""
     max_inference_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
-    """Of a request that goes on to an engine."""
+    """Of a request that continues to an engine."""
     max_upload_bytes: int = Field(default=8 * 1024 * 1024 * 1024, ge=1024)
     """Of one file of a dataset."""
     max_groups: int = Field(default=5_000, ge=1)

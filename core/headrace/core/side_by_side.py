@@ -1,7 +1,7 @@
 """Two runs side by side, step by step: what was configured differently, and what came of it. Pure; the ledger is read by `ledger`.
 
 Guarantees: every step of either run is there, in order; a number that one of the two lacks is None, never 0; digests say whether the
-same groups, the same plan and the same weights stood behind a step. Gives up: statistics; differences are B minus A, nothing is tested.
+same groups, the same plan and the same weights was behind a step. Limitations: statistics; differences are B minus A, nothing is tested.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Creating the topics of `headrace.schemas.topics`, and saying where a cluster differs from them.
 
 Guarantees: nothing is changed unless every existing lane topic has the configured partition count; a partition count is never changed
-(keyed order depends on it); settings of a topic that are not ours stay. Gives up: replication of existing topics is left as it is.
+(keyed order depends on it); settings of a topic that are not ours stay. Limitations: replication of existing topics is left as it is.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class TopicReport:
 
 
 async def show(settings: Settings) -> list[TopicReport]:
-    """Every topic of ours beside what the cluster has.
+    """Every topic of Headrace next to what the cluster has.
 
     Raises:
         KafkaUnavailableError: no broker.

@@ -1,8 +1,8 @@
 """What clients get: OpenAI's answers, whole or in chunks, with vLLM's token ids and our policy versions.
 
 Guarantees: an answer in chunks, put together, is the whole answer: the same text, calls, tokens and log-probabilities. `token_ids` (where
-asked for) are those that were sampled, the stop token included; `policy_versions` has one entry for each. Gives up: bytes of a token that
-is half of a character; its text has the replacement character, as elsewhere.
+asked for) are those that were sampled, the stop token included; `policy_versions` has one entry for each. Limitations: bytes of a token
+that is half of a character; its text has the replacement character, as elsewhere.
 """
 
 import time

@@ -1,8 +1,8 @@
 """The routes: `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/health`, `/version`.
 
 Guarantees: nothing of a request is done before all of it was checked; the version that sampled an answer stands in it and in the header
-`x-headrace-policy-version`; a client that goes away frees its rows, and disturbs nobody; a page that a browser has open can't call, also
-where it leads a name of its own to this machine. Gives up: access control (the engine is an inner part: let it listen where only the
+`x-headrace-policy-version`; a client that goes away frees its rows, and disturbs no one; a page that a browser has open can't call, also
+where it leads a name of its own to this machine. Limitations: access control (the engine is an inner part: let it listen where only the
 gateway and your agents reach it), and a bound on what the base model's chat template takes.
 """
 
@@ -43,8 +43,8 @@ def engine_app(
         engine: For its tokenizer.
         batcher: Takes the requests.
         served: What there is to sample from.
-        only_local: It listens on loopback: whoever calls knows it as this machine.
-        names: Host names under which it is known, beside `localhost` and addresses.
+        only_local: It listens on loopback: the process that calls knows it as this machine.
+        names: Host names under which it is known, next to `localhost` and addresses.
     """
 
     async def check_page(http: Request) -> None:

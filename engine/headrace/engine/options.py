@@ -65,7 +65,7 @@ def base_model_entry(settings: Settings, name: str) -> BaseModelEntry:
 
 @contextlib.contextmanager
 def listen(host: str, port: int) -> Generator[socket.socket]:
-    """A socket that takes connections already: nobody who reads the first ack is refused.
+    """A socket that takes connections already: no one who reads the first ack is refused.
 
     Raises:
         HeadraceError: the port is taken, or the host is not this machine's.

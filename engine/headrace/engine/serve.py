@@ -1,7 +1,7 @@
 """One engine process: a base model, its followers of Kafka, and the HTTP server, on one event loop.
 
 Guarantees: it listens before its first ack says where; SIGTERM and Ctrl-C let requests that run end (for `_GRACE_SECONDS`), take the acks
-back and end the process; whatever ends one of its parts ends the engine with that error. Gives up: requests that take longer than that;
+back and end the process; whatever ends one of its parts ends the engine with that error. Limitations: requests that take longer than that;
 they end at their next token.
 """
 

@@ -2,7 +2,7 @@
 
 Guarantees: without configured tokens everybody on this machine is the account of the settings (`serve` refuses to listen elsewhere then);
 with tokens, a request without one, or with a wrong one, is 401, and one token too fast is 429. Objects of other accounts, and of projects
-that a token does not cover, are 404: `Caller.sees` says it. Gives up: limits across several gateways; each counts for itself.
+that a token does not cover, are 404: `Caller.sees` says it. Limitations: limits across several gateways; each counts for itself.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def identify_again(request: Request) -> Caller:
 
 
 def _check_local(request: Request) -> None:
-    """Without keys, a page that somebody's browser has open must not call in that browser's name.
+    """Without keys, a page that someone's browser has open must not call in that browser's name.
 
     A name of its own that it has led to loopback stands in `Host`, and its address in `Origin`.
     """

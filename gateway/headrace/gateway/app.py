@@ -1,6 +1,6 @@
 """The gateway as one app: both hosted APIs, inference and the dashboard over one gate.
 
-Guarantees: what is answered was read from, or committed to, Kafka; there is no other state. Gives up: nothing here; see the parts.
+Guarantees: what is answered was read from, or committed to, Kafka; there is no other state. Limitations: nothing here; see the parts.
 """
 
 import json

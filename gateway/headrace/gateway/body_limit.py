@@ -43,7 +43,7 @@ class Body(Enum):
     PLAIN = "plain"
     """JSON of at most `PLAIN_BYTES`."""
     INFERENCE = "inference"
-    """JSON that goes on to an engine."""
+    """JSON that continues to an engine."""
     GROUPS = "groups"
     """JSON with groups of trajectories, which the handler puts into a file."""
     UPLOAD = "upload"
@@ -235,7 +235,7 @@ class _Reading:
     def _most(self) -> int:
         name = self._setting()
         limit: int = PLAIN_BYTES if name is None else getattr(self._settings, name)
-        # What is larger than the budget would be told to try again, in vain.
+        # What is larger than the budget would be told to try again, without effect.
         return limit if self._is_upload() else min(limit, self._settings.held_body_bytes // 2)
 
     def _too_large(self) -> ProblemError:

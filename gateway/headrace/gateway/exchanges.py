@@ -1,8 +1,8 @@
 """Exchanges with a model that a caller asked to keep (`x-headrace-trajectory`): request and answer, in the object store, for its capture.
 
 Guarantees: nothing is kept unless asked; what is kept holds no header, so no key; exchanges of a trajectory come back in the order in which
-they were kept, and a key sees those of its projects only. A streamed answer is kept as the one that it adds up to. Gives up: expiry; they
-stay until they are deleted in the store.
+they were kept, and a key sees those of its projects only. A streamed answer is kept as the one that it adds up to. Limitations: expiry;
+they stay until they are deleted in the store.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The gateway's own facts, on their way into the log: records of topic `gateway`, each under the key that it names itself.
 
-Guarantees: as `LogWriter.commit`. Gives up: nothing of its own.
+Guarantees: as `LogWriter.commit`. Limitations: nothing of its own.
 """
 
 from pydantic import BaseModel
@@ -25,7 +25,7 @@ async def write_fact(gate: Gate, fact: BaseModel, *, turn: Turn | None = None) -
 
     Raises:
         OvertakenError: that is no longer so; nothing was written.
-        KafkaUnavailableError: nothing was written, or nobody can say.
+        KafkaUnavailableError: nothing was written, or no one can say.
     """
     key = _key_of(fact)
     await gate.writer.commit([fact_record(gate, fact)], is_in=lambda: gate.view.tables.facts.get(key) == fact, turn=turn)

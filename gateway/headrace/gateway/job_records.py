@@ -1,7 +1,7 @@
 """The records of a training job: its groups, the record that asks for the step, its document, and whose it is.
 
 Guarantees: all stand in the model's lane, groups before their job, so that one transaction submits it (exactly-once rules 16, 17); a
-payload above the limit is durable in the object store before there is a record that names it. Gives up: nothing; who calls decides what
+payload above the limit is durable in the object store before there is a record that names it. Limitations: nothing; who calls decides what
 is inline.
 """
 

@@ -1,7 +1,7 @@
 """Old steps whole, read from the ledger at the offsets that the tables have of them.
 
-Guarantees: what is answered is the committed record of that very step. Gives up: steps that retention took (the ledger is kept for ever
-unless somebody changed that); they are left out.
+Guarantees: what is answered is the committed record of that very step. Limitations: steps that retention took (the ledger is kept for ever
+unless someone changed that); they are left out.
 """
 
 from collections.abc import Iterable

@@ -2,8 +2,8 @@
 
 Guarantees: after `fresh()` the tables hold everything that was committed, and visible to any `read_committed` reader, before the call;
 after `seen(places)` they hold these records. So two gateways agree, and what one answers after a commit the other knows. `fresh` raises
-where Kafka does not answer: old news is not passed off as new. Gives up: starting quickly on a long log; all of the followed topics is read
-at start, of events only the latest.
+where Kafka does not answer: old news is not passed off as new. Limitations: starting quickly on a long log; all of the followed topics is
+read at start, of events only the latest.
 """
 
 import asyncio

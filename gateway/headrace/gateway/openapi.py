@@ -1,7 +1,7 @@
 """The OpenAPI document, as the gateway serves it at `/openapi.json` and as it stands in `schemas/openapi.json`.
 
 Guarantees: the same code gives the same text; every operation tells the errors of its API, in that API's shape, and how to show a key.
-Gives up: which of the errors an operation can really come to; all of them are listed with each.
+Limitations: which of the errors an operation can really come to; all of them are listed with each.
 """
 
 from collections.abc import Mapping

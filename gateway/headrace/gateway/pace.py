@@ -1,6 +1,6 @@
 """How often each token may call: a bucket of requests, filled evenly over the minute.
 
-Gives up: limits across several gateways; each counts for itself.
+Limitations: limits across several gateways; each counts for itself.
 """
 
 import time

@@ -1,7 +1,7 @@
-"""The body of a request that goes on to an engine: the few fields that the gateway reads, and the text with another `model` in it.
+"""The body of a request that continues to an engine: the few fields that the gateway reads, and the text with another `model` in it.
 
 Guarantees: time and memory grow with the length of the body, whatever it holds: nothing of it becomes an object but the model's name. What
-goes on is what the client sent, but for the model's name and, where log-probabilities are asked for, the switches for token ids that
+continues is what the client sent, but for the model's name and, where log-probabilities are asked for, the switches for token ids that
 the client did not set. Limitations: the engine checks the rest; a body that is to be kept (`parsed`) has at most `_MOST_KEPT_VALUES`.
 """
 
@@ -63,7 +63,7 @@ def read_passed_on(body: bytes, *, chat: bool) -> PassedOn:
 
     Args:
         body: As received.
-        chat: Whether it asks for a chat completion, or for a completion. Log-probabilities need token ids beside them: text does not say
+        chat: Whether it asks for a chat completion, or for a completion. Log-probabilities need token ids next to them: text does not say
             which tokens it was.
 
     Raises:

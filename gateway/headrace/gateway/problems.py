@@ -2,7 +2,7 @@
 
 Handlers raise `ProblemError`; the shape of its answer follows from the path: `{"detail": …}` for the training-jobs API, `{"code",
 "message", "details"}` with gRPC's codes for the RLOR API, `{"error": {…}}` for inference. Guarantees: a validation error names the place of
-each fault and never echoes a value, which could be a secret; Kafka or the store being away is a 503 with `Retry-After`. Gives up: nothing.
+each fault and never echoes a value, which could be a secret; Kafka or the store being away is a 503 with `Retry-After`.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class ProblemError(Exception):
         self.message = message
         self.headers = dict(headers or {})
         if status in {409, 501}:
-            self.headers.setdefault("x-should-retry", "false")  # clients would repeat it in vain
+            self.headers.setdefault("x-should-retry", "false")  # clients would repeat it without effect
         if status == 503:
             self.headers.setdefault("Retry-After", str(RETRY_AFTER_SECONDS))
         self.details = list(details)
@@ -137,7 +137,7 @@ def install(app: FastAPI) -> None:
 
 
 def family_of(path: str) -> Family:
-    """The API that a path belongs to; what is nobody else's answers as the training-jobs API does."""
+    """The API that a path belongs to; what is no one else's answers as the training-jobs API does."""
     return "rlor" if path.startswith(_RLOR) else "inference" if path.startswith(_INFERENCE) else "training-jobs"
 
 

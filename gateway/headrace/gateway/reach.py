@@ -4,7 +4,7 @@ The rule is a list of what is allowed, on the key as the store will read it: `mo
 sees, the files of its account's datasets, and what lies in a folder of `gateway.shared_folders`. Guarantees: everything else is answered
 as if it did not exist, whether it does or not; folders are compared part by part, so that `shared` is not `shared2`; what is checked is
 the key that is read, and names in the store are never used again. Without configured tokens all of the store is the one account's.
-Gives up: claim checks (`payloads/`), which are named by content and so nobody's own; several clusters that share one store and give
+Limitations: claim checks (`payloads/`), which are named by content and so no one's own; several clusters that share one store and give
 one account's name to different people.
 """
 
@@ -50,7 +50,7 @@ class Reach:
         """The key of a URI that may be named; whether the object is there is seen when it is read.
 
         Raises:
-            NotReachableError: it is in another store, is no URI of one, or is somebody else's.
+            NotReachableError: it is in another store, is no URI of one, or is another's.
         """
         try:
             key = self.store.resolve(uri)

@@ -122,7 +122,7 @@ def _prepare(parent: int, memory: int) -> None:
 
 
 def _run(function: Callable[[], T]) -> T:
-    signal.setitimer(signal.ITIMER_PROF, _SECONDS)  # nobody handles SIGPROF: the kernel ends the process, whatever it computes
+    signal.setitimer(signal.ITIMER_PROF, _SECONDS)  # no one handles SIGPROF: the kernel ends the process, whatever it computes
     try:
         return function()
     finally:

@@ -1,7 +1,7 @@
 """Keys that requests hold: encrypted before they go into the log, or refused.
 
 Guarantees: what `seal` returns can be read with the same `gateway.secrets_key` only (Fernet: AES-128-CBC with an HMAC, the key derived by
-HKDF-SHA256); without that setting nothing is taken. Errors name the field, never the value. Gives up: a change of the key; what was
+HKDF-SHA256); without that setting nothing is taken. Errors name the field, never the value. Limitations: a change of the key; what was
 encrypted with the one before can't be read any more, and says so.
 """
 

@@ -1,7 +1,7 @@
 """Running the gateway: uvicorn in this process, until SIGTERM or Ctrl-C.
 
 Guarantees: without tokens it listens on loopback only and says so; requests that run when it is asked to end are answered first, for
-`_GRACE_SECONDS` at most. Gives up: TLS; put a proxy in front where it leaves the machine.
+`_GRACE_SECONDS` at most. Limitations: TLS; put a proxy in front where it leaves the machine.
 """
 
 import socket

@@ -129,7 +129,7 @@ def engines_of(tables: Tables, model: ModelView, busy: Mapping[str, int], *, at_
         # Version 0 is the same in every incarnation.
         if ack.model_id != model.model_id or ack.base_url is None or ack.incarnation not in incarnations:
             continue
-        # One that could not take the newest goes on with what it has.
+        # One that could not take the newest continues with what it has.
         version = ack.policy_version if isinstance(ack, WeightsApplied) else ack.serving
         if version is not None and version >= at_least:
             said = ack.served_as if isinstance(ack, WeightsApplied) else None

@@ -4,8 +4,8 @@ The latest `RECENT` steps are held whole. Of each before them stay what names it
 and of its metrics what a curve needs: mean, lowest and highest over at most `BUCKETS` stretches of steps, which grow as the run does. What
 else there is to know of an old step is read from the ledger at its offset (`ledger_reading`).
 Guarantees: about 150 bytes for each old step, and a bounded number for the rest, however long the run is; a spike of a metric is in the
-curve for ever (lowest and highest as float32). Gives up: curves of metrics beyond `_NAMES`; the exact values of an old step without reading
-it.
+curve for ever (lowest and highest as float32). Limitations: curves of metrics beyond `_NAMES`; the exact values of an old step without
+reading it.
 """
 
 import re

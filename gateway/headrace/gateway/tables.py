@@ -2,7 +2,7 @@
 
 Guarantees: the same records give the same tables in every gateway; a view of a model or a job folds the commands over it that no owner has
 read yet (exactly-once rule 16), at the cost of that one model or job; a record that can't be read is counted and left out, since a gateway
-that does not start serves nobody. Gives up: nothing of its own; `step_history` says how much of a model's steps is held.
+that does not start serves no one. Limitations: nothing of its own; `step_history` says how much of a model's steps is held.
 """
 
 import logging
@@ -74,13 +74,13 @@ class Tables:
     follows: bool = False
     """Whether records come as they are written; before, those from before the start are read."""
     as_of: float = 0.0
-    """When it was last known that nothing is missing: while Kafka is away nobody can say anything."""
+    """When it was last known that nothing is missing: while Kafka is away no one can say anything."""
     silence_seconds: float = inf
     """Of an engine that counts as silent."""
     events: deque[BaseModel] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))
-    """The latest events, for whoever looks on."""
+    """The latest events, for the process that looks on."""
     changes: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=_CHANGES_KEPT))
-    """(topic without prefix, key) of the latest records, for whoever looks on."""
+    """(topic without prefix, key) of the latest records, for the process that looks on."""
     changed: int = 0
     """Records so far."""
     lanes: int = 0
@@ -98,7 +98,7 @@ class Tables:
             logger.warning("left out: %s", error)
 
     def model(self, model_id: str) -> ModelView | None:
-        """A model as it stands, with the commands that no owner has read; None: nobody asked for it."""
+        """A model as it stands, with the commands that no owner has read; None: no one asked for it."""
         waiting = self._unread(model_id)
         state = self.states.get(model_id)
         if state is None and not waiting:
@@ -227,7 +227,7 @@ def _ack(tables: Tables, record: ConsumerRecord) -> None:
         return
     ack = open_kept(record, (WeightsApplied, WeightsFailed, EngineAlive))
     if isinstance(ack, EngineAlive):
-        # From before the start it says when by its own clock, which may be ahead: nobody has spoken in the future.
+        # From before the start it says when by its own clock, which may be ahead: no one has spoken in the future.
         now = time.time()
         tables.alive[ack.engine_id] = now if tables.follows else min(record.timestamp / 1000, now)
         return

@@ -94,7 +94,7 @@ class Tokens:
 
 
 def create_token(file: Path, *, account: str, owner: str, projects: Sequence[str] = ()) -> tuple[StoredToken, str]:
-    """Make a token, keep its digest in the file; returns what is kept, and the token itself, which nobody can show again.
+    """Make a token, keep its digest in the file; returns what is kept, and the token itself, which no one can show again.
 
     Raises:
         TokensError: the file can't be read or written.

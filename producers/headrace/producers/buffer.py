@@ -26,7 +26,7 @@ class ByteBuffer:
         return self._used
 
     def try_take(self, size: int) -> bool:
-        """Take bytes if there is room and nobody waits."""
+        """Take bytes if there is room and no one waits."""
         if self._waiters or not self._fits(size):
             return False
         self._used += size

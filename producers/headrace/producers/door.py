@@ -2,7 +2,7 @@
 
 Guarantees: a group that passes has a model, a `group_id` (written into the caller's own object, so that sending it again is a
 duplicate which the lane can drop), at least one trajectory, a finite reward of each, and arrays of equal lengths. An `InvalidGroupError`
-says where and what. Gives up: whether anything can be trained on it; that depends on the model and is the lane's to say.
+says where and what. Limitations: whether anything can be trained on it; that depends on the model and is the lane's to say.
 """
 
 import math

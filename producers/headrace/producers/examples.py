@@ -5,7 +5,7 @@ Every assistant message of an example trains, but for those with `"weight": 0`. 
 group, as in a file for reinforcement learning: its trajectories are the examples.
 
 Guarantees: a bad line is named (number, field, reason) and the next one is read; the same file and prefix give the same group ids, so that
-sending it again is a repeat which the lane drops. Gives up: formats other than `messages`.
+sending it again is a repeat which the lane drops. Limitations: formats other than `messages`.
 """
 
 from collections.abc import Iterable, Iterator

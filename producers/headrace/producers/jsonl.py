@@ -1,7 +1,7 @@
 """Groups from a file with one JSON group a line, in the hosted API's form or in our compact one.
 
 Guarantees: a bad line is named (number, field, reason) and the next one is read; memory is bounded by the longest line. Blank lines
-are skipped. Gives up: a line above `MAX_LINE_BYTES`, which no reader of the log would take.
+are skipped. Limitations: a line above `MAX_LINE_BYTES`, which no reader of the log would take.
 """
 
 from collections.abc import Callable, Iterator

@@ -8,9 +8,9 @@
 Guarantees: a group is refused with the path of the field before anything is sent, or ends in a `DeliveryReport`, or in a
 `DeliveryError` that says whether it may be in the log. Nothing is sent twice. Groups of a model stand in the log in the order in
 which they got their room in the buffer. Leaving the block, and SIGTERM, flush what is buffered. A cancelled `send` is unknown:
-what was buffered is delivered all the same. Failures that nobody awaits are logged;
+what was buffered is delivered all the same. Failures that no one awaits are logged;
 while Kafka is away, they are counted in its warnings.
-Gives up: persistence; what is buffered when the process is killed is gone. Bytes wait in memory up to `producer.buffer_bytes`.
+Limitations: persistence; what is buffered when the process is killed is gone. Bytes wait in memory up to `producer.buffer_bytes`.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class TrajectoryProducer:
         settings = settings or Settings()
         if settings.worker.shadow_prefix is not None:
             raise HeadraceError(
-                f"worker.shadow_prefix is set: these settings are of a worker group that shadows, and nobody reads "
+                f"worker.shadow_prefix is set: these settings are of a worker group that shadows, and no one reads "
                 f"{settings.topic_names.trajectory_groups}. Send groups with the settings of the group that is shadowed "
                 f"(topics.prefix {settings.worker.shadow_prefix!r}); its shadows read them too"
             )

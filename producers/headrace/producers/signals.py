@@ -1,8 +1,8 @@
 """SIGTERM: flush what the producers of this process hold, then let the signal do what it would have done.
 
 Guarantees: the host's handler is not lost. It (or the default, which ends the process) gets the same signal when the flush is
-done; a host that ignores SIGTERM goes on ignoring it. The main thread is never blocked: the flush runs on the producers' own loops,
-and a thread waits for it. Gives up: handlers that a host installs later (they replace ours); groups sent after the signal.
+done; a host that ignores SIGTERM continues ignoring it. The main thread is never blocked: the flush runs on the producers' own loops,
+and a thread waits for it. Limitations: handlers that a host installs later (they replace ours); groups sent after the signal.
 """
 
 import contextlib

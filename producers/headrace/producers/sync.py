@@ -3,7 +3,7 @@
     with SyncTrajectoryProducer(bootstrap_servers="localhost:9092", model_id=model) as producer:
         report = producer.send(group)
 
-Guarantees: as `TrajectoryProducer`; may be used from many threads at once. Gives up: use across `fork` (threads do not survive it).
+Guarantees: as `TrajectoryProducer`; may be used from many threads at once. Limitations: use across `fork` (threads do not survive it).
 """
 
 import asyncio

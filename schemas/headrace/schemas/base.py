@@ -1,7 +1,7 @@
 """The two base classes of all schemas.
 
 Guarantees: unknown fields survive a round trip (`extra="allow"`), so a newer producer can talk through an older part;
-NaN and infinity are refused in every float field, typed or not. Gives up: immutability of what users build (`Open`), since
+NaN and infinity are refused in every float field, typed or not. Limitations: immutability of what users build (`Open`), since
 agent runtimes fill trajectories step by step.
 """
 

@@ -4,7 +4,7 @@ A call extends the longest chain whose prompt and sampled ids its own prompt beg
 its own: a branch. Calls without ids are compared by their conversations. A chain becomes a history of messages and choices, as if an agent
 had built it by hand.
 
-Guarantees: the ids alone decide, not the order of the calls; siblings take the order of their times, so the first goes on in the chain.
+Guarantees: the ids alone decide, not the order of the calls; siblings take the order of their times, so the first continues in the chain.
 Each sampled token trains once: a call that repeats another's prompt and answer is left out, as a retry that was answered twice. Calls to
 other models do not train. Limitations: two answers to one request are two branches, for without headers a retry is no other than a second
 try.

@@ -6,7 +6,7 @@ every sampled turn with `token_span = [start, stop)`, and flat arrays over all t
 `logprobs` F32[N], `policy_versions` I32[N] (optional; -1 where unknown). Spans tile the arrays, in order, without gaps.
 
 Guarantees: what one form encodes the other decodes to an equal `SampledGroup` (a property test holds them equal); decoding and
-encoding fail with `CodecError` only; safetensors arrays are views into the message, never copied. Gives up: log-probabilities
+encoding fail with `CodecError` only; safetensors arrays are views into the message, never copied. Limitations: log-probabilities
 beyond float32; big-endian hosts; tensors of other names in a foreign file.
 """
 
@@ -35,7 +35,7 @@ _MAX_HEADER = 100_000_000  # the bound of the safetensors format itself
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledGroup:
-    """A group, with the sampled tokens of each choice beside it instead of inside its JSON.
+    """A group, with the sampled tokens of each choice next to it instead of inside its JSON.
 
     `turns[i]` belongs to the i-th choice of `group.choices()`; None where that choice carries text only.
     """

@@ -1,4 +1,6 @@
-"""Commands: requests to the owner of a model's lane. Only the lane's owner changes `models`; whoever else wants a change asks here."""
+"""Commands: requests to the owner of a model's lane. Only the lane's owner changes `models`; the process that else wants a change asks
+here.
+"""
 
 from datetime import datetime
 
@@ -24,7 +26,7 @@ class CreateModel(Record):
     start_from: StartFrom | None = None
     """Null: the base model, or `start_weights`."""
     start_weights: WeightsRef | None = None
-    """Warm start: version 0 is this stored adapter, or these full weights, instead of the base model; the optimizer begins anew."""
+    """Warm start: version 0 is this stored adapter, or these full weights, instead of the base model; the optimizer starts again."""
     created_at: datetime = Field(default_factory=utc_now)
 
 
@@ -58,7 +60,7 @@ class CancelJob(Record):
 
 
 class PauseJob(Record):
-    """Pause a job: in the queue it is not begun, while running its step is given up and begins anew after `ResumeJob`."""
+    """Pause a job: in the queue it is not begun, while running its step is dropped and starts again after `ResumeJob`."""
 
     model_id: str
     job_id: str = Field(min_length=1, max_length=256)
@@ -74,9 +76,9 @@ class ResumeJob(Record):
 
 
 class ResumeModel(Record):
-    """Let a model that is `stopped` or `diverged` go on.
+    """Let a model that is `stopped` or `diverged` continue.
 
-    Diverged: it goes on from what could be run again of its steps, as a new version, and the ledger says so (`rebased`). Pending groups
+    Diverged: it continues from what could be run again of its steps, as a new version, and the ledger says so (`rebased`). Pending groups
     that were lost are refused as `expired`.
     """
 

@@ -33,13 +33,13 @@ WHOLE_BYTES = 1_500_000
 CUT_KEY_BYTES, CUT_VALUE_BYTES, CUT_HEADER_BYTES = 1024, 64 * 1024, 16 * 1024
 """What a letter that is cut has of each."""
 _HEADER_BYTES = 10
-"""Of a header beside its name and value, at most."""
+"""Of a header next to its name and value, at most."""
 
 Headers = Sequence[tuple[str, bytes | None]]
 
 
 class DeadLetterResolved(Record):
-    """Somebody sent a dead letter again, or decided to forget it. Stands in the letter's own partition, behind it, with its key."""
+    """Someone sent a dead letter again, or decided to forget it. Stands in the letter's own partition, behind it, with its key."""
 
     partition: int
     """Of `dead-letters`: where the letter is."""
@@ -48,7 +48,7 @@ class DeadLetterResolved(Record):
     by: str
     """Who did it."""
     attempt: str
-    """One id for each call: how an unclear commit is told from somebody else's."""
+    """One id for each call: how an unclear commit is told from another's."""
     topic: str | None = None
     """Of a retried letter: where its record stands now, and under which offset."""
     new_partition: int | None = None
@@ -57,7 +57,7 @@ class DeadLetterResolved(Record):
 
 
 def is_dead_letter(headers: Iterable[tuple[str, bytes | None]]) -> bool:
-    """Whether a record of `dead-letters` is a letter, not a record of ours about one."""
+    """Whether a record of `dead-letters` is a letter, not a record of Headrace about one."""
     return any(name == ERROR_REASON for name, _ in headers)
 
 

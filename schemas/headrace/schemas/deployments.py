@@ -2,7 +2,7 @@
 
 Guarantees: a request to load names the weights themselves (a version with its digest), so an engine needs nothing else to follow it. Of all
 that a deployment's engines are asked for of one model, by these records and by `WeightsPublished.rollout_deployments`, the latest version
-counts: an engine does not go back. Engines know deployments by their ids alone, so an id is one account's. Gives up: an id that two
+counts: an engine does not go back. Engines know deployments by their ids alone, so an id is one account's. Limitations: an id that two
 accounts take in one moment.
 """
 

@@ -31,7 +31,7 @@ from headrace.schemas.weights import EngineAlive, WeightsApplied, WeightsFailed,
 JSON_TYPE = "application/json"
 KafkaHeaders = Sequence[tuple[str, bytes]]
 
-# Names on the wire: `headrace.<name>.v1`. Never renamed; a break makes a v2 beside it.
+# Names on the wire: `headrace.<name>.v1`. Never renamed; a break makes a v2 next to it.
 _NAMES: dict[type[BaseModel], str] = {
     TrajectoryGroup: "trajectory-group",
     GroupClaim: "group-claim",

@@ -50,7 +50,7 @@ class GroupRejected(Record):
 
 
 class TrajectoryRejected(Record):
-    """A trajectory was refused alone: the rest of its group goes on, as `batch.incomplete_groups` of the model allows.
+    """A trajectory was refused alone: the rest of its group continues, as `batch.incomplete_groups` of the model allows.
 
     At most one for each trajectory of a group. It is said when the group is admitted, or with the step that trains the rest (`stale`,
     `unknown_policy_version`, `too_long` for the rows of its job). The group may still be refused later, by a `GroupRejected` of its own. It

@@ -1,7 +1,8 @@
 """Captured exchanges: requests to a model and its answers, verbatim, in four dialects, as `openpipe-art` records them.
 
 `calls_of` reads them into one form: a `Call` is what one choice of one answer sampled, behind which prompt, in which conversation. Ids come
-from the answer only; a streamed answer is recorded as the one that it adds up to. Whoever captures calls reads them with this module.
+from the answer only; a streamed answer is recorded as the one that it adds up to. The process that captures calls reads them with this
+module.
 
 Guarantees: ids, log-probabilities and versions of a call have one length, or a `CodecError` with the path; a call without ids says why.
 Versions: of each token, where the answer names them (`policy_versions`, `policy_token_spans`), else of the answer (`policy_version`), else

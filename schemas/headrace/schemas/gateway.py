@@ -43,7 +43,7 @@ class DeletedCheckpoint(Record):
 
 
 class LoggedGroups(Record):
-    """Trajectories that a client kept beside training, as of an evaluation. Key `log/<model id>/<id>`."""
+    """Trajectories that a client kept next to training, as of an evaluation. Key `log/<model id>/<id>`."""
 
     id: str
     model_id: str

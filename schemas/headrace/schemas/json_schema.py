@@ -1,6 +1,6 @@
 """JSON Schemas of the records, for readers and writers in other languages: one document a record, named like its `ce_type`.
 
-Guarantees: the same models give the same bytes. Says what may be written (fields with defaults are not required). Gives up: rules that
+Guarantees: the same models give the same bytes. Says what may be written (fields with defaults are not required). Limitations: rules that
 span fields (lengths that must agree); those the codec checks.
 """
 

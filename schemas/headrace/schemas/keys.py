@@ -1,7 +1,7 @@
-"""The key that a record of ours stands under, told from the record itself.
+"""The key that a record of Headrace stands under, told from the record itself.
 
-Guarantees: whoever writes a record of these kinds takes this key, so one under another key is somebody else's copy of it, and no reader may
-take it for what it says. Gives up: groups and events, which are read in order and not by key.
+Guarantees: the process that writes a record of these kinds takes this key, so one under another key is another's copy of it, and no
+reader may take it for what it says. Limitations: groups and events, which are read in order and not by key.
 """
 
 from pydantic import BaseModel

@@ -1,6 +1,6 @@
-"""A job's training config over its model's, and what the result asks for in vain. Pure.
+"""A job's training config over its model's, and what the result asks for without effect. Pure.
 
-Guarantees: what the door warns of and what the step does are one rule. Gives up: whether what a config names exists; the step knows.
+Guarantees: what the door warns of and what the step does are one rule. Limitations: whether what a config names exists; the step knows.
 """
 
 from headrace.schemas.training import KL_REFERENCES, UPDATE_SIZES, TrainConfig

@@ -63,7 +63,7 @@ class RejectionReason(StrEnum):
     JOB_CLOSED = "job_closed"
     JOB_CANCELLED = "job_cancelled"
     JOB_TIMED_OUT = "job_timed_out"
-    """Its job was given up, because not all of its groups came in time."""
+    """Its job was dropped, because not all of its groups came in time."""
     JOB_KIND_MISMATCH = "job_kind_mismatch"
     """A group of purpose `sft` in a job of kind `rl`, or the other way round: the job fails and nothing of it trains."""
     SFT_WITHOUT_JOB = "sft_without_job"

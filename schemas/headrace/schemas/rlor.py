@@ -1,6 +1,6 @@
 """What gateways know of RLOR trainer jobs, in the compacted topic `gateway`. The model that is trained is the job itself.
 
-One record a job, written anew with each step that is asked for, and whatever is asked of it. What became of a step stands in the documents
+One record a job, written again with each step that is asked for, and whatever is asked of it. What became of a step stands in the documents
 of its training jobs; this record is bounded however many steps there were.
 """
 
@@ -56,7 +56,7 @@ class RlorJob(Record):
 
 
 class RlorRun(Record):
-    """Where the metrics of a job are to be seen, beside here. Key `rlor-run/<account>/<job id>`."""
+    """Where the metrics of a job are to be seen, next to here. Key `rlor-run/<account>/<job id>`."""
 
     account: str
     job: str

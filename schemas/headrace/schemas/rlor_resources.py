@@ -1,6 +1,6 @@
-"""What gateways keep of the RLOR API's resources beside its jobs: datasets, models by name. In the compacted topic `gateway`.
+"""What gateways keep of the RLOR API's resources next to its jobs: datasets, models by name. In the compacted topic `gateway`.
 
-Guarantees: a resource that is deleted and made anew has another incarnation, and so have its parts; what was meant for the one before
+Guarantees: a resource that is deleted and made again has another incarnation, and so have its parts; what was meant for the one before
 does not become part of it. A file of a dataset is a record of its own, so that two gateways that take in two files do not overwrite each
 other; of two that make the same resource in the same moment one does (`log_writer.Turn`).
 """

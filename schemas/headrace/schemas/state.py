@@ -134,7 +134,7 @@ class ModelState(Record):
     refusals: dict[RejectionReason, int] = Field(default_factory=dict)
     """Groups refused since creation, by reason."""
     trajectory_refusals: dict[RejectionReason, int] = Field(default_factory=dict)
-    """Trajectories refused alone since creation, by reason; the rest of their groups went on."""
+    """Trajectories refused alone since creation, by reason; the rest of their groups continued."""
     needed_from: int | None = None
     """The lowest offset that the steps after the snapshot trained on: a re-run reads from there."""
     window_since: str = ""
@@ -146,7 +146,7 @@ class ModelState(Record):
     start_weights: WeightsRef | None = None
     """What version 0 is; null: the base model."""
     refusals_before: dict[RejectionReason, int] = Field(default_factory=dict)
-    """`refusals` as they stood at the last step: the difference is what was refused since."""
+    """`refusals` as they was at the last step: the difference is what was refused since."""
     trajectory_refusals_before: dict[RejectionReason, int] = Field(default_factory=dict)
     doomed: tuple[DoomedWeights, ...] = ()
     """Weights that a client deleted and that are not deleted yet, oldest command first."""
@@ -211,7 +211,7 @@ class Rebased(Record):
     expected_digest: str
     """Of the weights that the ledger has for the version before."""
     found_digest: str
-    """Of the weights that training goes on with."""
+    """Of the weights that training continues with."""
     resumed_from: int | None = None
     """The last step whose training is in those weights; the versions after it are not."""
 

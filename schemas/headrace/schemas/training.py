@@ -1,7 +1,7 @@
 """The training configuration: every option of the training-jobs API, and the settings of a model.
 
 Guarantees: null means "use the default"; a value outside its range, NaN or infinity is refused with the field's name, and two options that
-contradict each other with both names, so that nothing of it reaches a step. Gives up: what depends on the place (whether a step or an
+contradict each other with both names, so that nothing of it reaches a step. Limitations: what depends on the place (whether a step or an
 adapter exists is known when the step is prepared), and what merely has no effect (`headrace.trainer.options` warns of that).
 """
 
@@ -132,7 +132,7 @@ class TrainConfig(Open):
 
     @model_serializer(mode="wrap")
     def _what_was_said(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """An explicit null of `epsilon_high` has a meaning of its own: a reader must not take one for it that nobody said."""
+        """An explicit null of `epsilon_high` has a meaning of its own: a reader must not take one for it that no one said."""
         written: dict[str, Any] = write(self)
         if "epsilon_high" not in self.model_fields_set:
             written.pop("epsilon_high", None)
@@ -245,7 +245,7 @@ class BatchPolicy(Record):
     """`count`: a group of equal rewards fills its place in the batch and adds no gradient; `refuse`: it is rejected."""
     incomplete_groups: Literal["partial", "minimum", "complete"] = "partial"
     """A group that lost members (exceptions, rejected trajectories): `partial` trains on what is left, `minimum` where at least
-    `minimum_group_size` are left, `complete` only where nobody is missing. The rest of the group is refused with it."""
+    `minimum_group_size` are left, `complete` only where no one is missing. The rest of the group is refused with it."""
     minimum_group_size: int | None = Field(default=None, ge=1)
     over_long: Literal["drop", "truncate"] = "drop"
     """A trajectory with a sequence longer than the model trains on: `drop` rejects the trajectory, `truncate` cuts the sequence."""
@@ -293,7 +293,7 @@ class SftConfig(Record):
     learning_rate: (
         Annotated[float, Field(ge=0, le=10)] | Annotated[tuple[Annotated[float, Field(ge=0, le=10)], ...], Field(min_length=1)]
     ) = 5e-5
-    """One rate, or one for each update (batch) in order: the last goes on where there are more updates than rates."""
+    """One rate, or one for each update (batch) in order: the last continues where there are more updates than rates."""
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     warmup_updates: int = Field(default=0, ge=0)

@@ -7,7 +7,7 @@ without ids is a turn of no tokens.
 
 Guarantees: lengths agree, ids and versions are not negative and fit int32, log-probabilities are finite float32 or NaN; else a
 `CodecError` with the path. Keeps: unknown keys of a logprob entry and non-empty `top_logprobs`, in `logprobs.entry_extras` by
-index. Gives up: token texts and `bytes`, which the ids say already (where there are no ids, the entries stay as they are).
+index. Limitations: token texts and `bytes`, which the ids say already (where there are no ids, the entries stay as they are).
 """
 
 import math

@@ -19,7 +19,7 @@ class StoredFile(Record):
 
 
 class Manifest(Record):
-    """Written last, by a conditional put, beside the files it lists: `manifest.json`."""
+    """Written last, by a conditional put, next to the files it lists: `manifest.json`."""
 
     kind: FolderKind
     model_id: str
@@ -89,7 +89,7 @@ class WeightsApplied(Record):
 
 
 class WeightsFailed(Record):
-    """An engine could not take this version and goes on with the one it has."""
+    """An engine could not take this version and continues with the one it has."""
 
     engine_id: str
     model_id: str
@@ -98,7 +98,7 @@ class WeightsFailed(Record):
     digest: str
     error: str
     serving: int | None = None
-    """The version of this model (and incarnation) that it goes on with; null: none, or it does not know."""
+    """The version of this model (and incarnation) that it continues with; null: none, or it does not know."""
     base_url: str | None = None
     deployment: str | None = None
     failed_at: datetime = Field(default_factory=utc_now)

@@ -35,7 +35,7 @@ def write_group(group: TrajectoryGroup, beside: Beside) -> bytes:
     """The JSON text of a group.
 
     Raises:
-        CodecError: NaN or infinity, a value without a JSON form, tokens that are in the group and beside it, or another number of choices.
+        CodecError: NaN or infinity, a value without a JSON form, tokens that are in the group and next to it, or another number of choices.
     """
     choices = [*group.choices()]
     if len(choices) != len(beside):

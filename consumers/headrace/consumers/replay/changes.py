@@ -1,7 +1,7 @@
 """What a fork does otherwise, as people write it: `learning_rate=1e-4`, `optimizer.beta1=0.8`.
 
 Guarantees: a field that there is not, a value outside its range and two options that contradict each other are refused before anything
-runs, with the field's name. Gives up: what is not an option of training: which groups a step has is the ledger's.
+runs, with the field's name. Limitations: what is not an option of training: which groups a step has is the ledger's.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,7 @@
 """Copying the groups that fit to where they are wanted: the work behind `headrace replay groups`.
 
-Guarantees: what can't be read is told at once and counted, the rest is copied. Gives up: going on where an earlier copy was interrupted.
+Guarantees: what can't be read is told at once and counted, the rest is copied. Limitations: continuing where an earlier copy was
+interrupted.
 """
 
 import sys

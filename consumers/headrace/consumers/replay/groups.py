@@ -2,7 +2,7 @@
 
 Guarantees: `read_committed`, without a consumer group: nothing of the cluster changes; groups come in the log's order, with the record's
 own bytes, key and headers; what can't be read, or whose payload is gone, is named (`Unusable`), never left out in silence.
-Gives up: job records, which are no groups; memory bounds beyond one poll (a few megabytes) and one group.
+Limitations: job records, which are no groups; memory bounds beyond one poll (a few megabytes) and one group.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class RawGroup:
     claimed: bool
     """The record is a claim; the payload stays in the object store."""
     sampled: SampledGroup | None
-    """Decoded, with the id that its lane calls it by; None where nobody asked."""
+    """Decoded, with the id that its lane calls it by; None where no one asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class GroupReader:
                     async for record in records:
                         if isinstance(record, UnreadableRecord):
                             (wanted or set()).discard(record.offset)
-                            yield Unusable(offset=record.offset, detail="no client of ours can read it: whose record it is can't be told")
+                            yield Unusable(offset=record.offset, detail="no Headrace client can read it: its model is unknown")
                         elif record.key == self._model_id.encode() and (wanted is None or record.offset in wanted):
                             if wanted is not None:
                                 wanted.remove(record.offset)

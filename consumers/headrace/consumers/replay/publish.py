@@ -1,8 +1,8 @@
 """A fork becomes a model: its last state goes into the store, then a command asks the owner of the new model's lane to begin with it.
 
 Guarantees: the command is sent only after every file is durable; a name that lives is refused, by `check_name` before anything runs and
-again here, and then nothing stays in the store. Gives up: `forks/<uuid>/` after the owner has made its own snapshot of it, and where it is
-not known whether the command was sent: the command may still need it.
+again here, and then nothing stays in the store. Limitations: `forks/<uuid>/` after the owner has made its own snapshot of it, and where
+it is not known whether the command was sent: the command may still need it.
 """
 
 import asyncio

@@ -3,7 +3,7 @@
 A replay has ranks, a tokenizing process and a working folder of its own. It reads the log `read_committed` without a group, and the object
 store; it writes to neither. Guarantees: each step starts from the state that the step before it made here; the world has the ledger's size,
 threads and ZeRO stage at each step (or the size that was asked for), and the state is carried over where they change; ranks, process and
-folder are gone afterwards, however it ends. Gives up: judging another environment: its bits may be equal, the digests say so.
+folder are gone afterwards, however it ends. Limitations: judging another environment: its bits may be equal, the digests say so.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class ReplayedStep:
 
     record: StepRecord
     rerun: Rerun | None
-    """None: it trained nothing, and what follows begins anew from its snapshot; so it does here."""
+    """None: it trained nothing, and what follows starts again from its snapshot; so it does here."""
     forked: bool
     """Changes were in force: other bits are expected."""
     seconds: float

@@ -54,7 +54,7 @@ class Question:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What came of it, also while it goes on."""
+    """What came of it, also while it continues."""
 
     route: Route
     steps: list[ReplayedStep] = field(default_factory=list)
@@ -125,7 +125,7 @@ async def _checked(settings: Settings, question: Question) -> tuple[ModelState, 
     kept = question.publish is not None or question.keep is not None
     anew = next((record for record in (asked if question.forks else asked[-1:] if kept else ()) if record.cut in BEGIN_ANEW), None)
     if anew is not None:
-        raise NothingToReplayError(f"step {anew.step} is {anew.cut}: it trained nothing and began anew; choose steps before or behind it")
+        raise NothingToReplayError(f"step {anew.step} is {anew.cut}: it trained nothing and began again; choose steps before or behind it")
     await _check_excluded(settings, state, asked, question.exclude)
     if not question.forks:
         return state, route, None

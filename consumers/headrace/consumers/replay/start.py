@@ -3,7 +3,7 @@
 Snapshots are kept for recovery, the last few of each model, so a replay of early steps often begins at the base model. They are named by
 the ledger, or, where a worker stored one between steps, by the store alone: its manifest says which attempt it is the state of. Guarantees:
 the state that is named exists, each of its files was seen in the store; the records are gapless from there to the last step that was asked
-for. Gives up: holding the snapshot against its owner, who may delete it the moment after; the run then says so.
+for. Limitations: holding the snapshot against its owner, who may delete it the moment after; the run then says so.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ async def find_route(settings: Settings, store: ObjectStore, state: ModelState, 
         steps: Asked for.
 
     Raises:
-        NothingToReplayError: the ledger does not have them, or a step that began anew can't be begun any more.
+        NothingToReplayError: the ledger does not have them, or a step that began again can't be begun any more.
         HeadraceError: Kafka or the store can't be reached.
     """
     first, last, once = await _bounds(settings, store, state, steps)
@@ -107,7 +107,7 @@ def _nearest(store: ObjectStore, once: list[_Stored]) -> tuple[Start | None, int
             return Start(step=stored.step, snapshot=stored.snapshot), gone
         if stored.anew:
             raise NothingToReplayError(
-                f"step {stored.step} began anew from a snapshot that is gone ({stored.snapshot.uri}): what came after can't be run again"
+                f"step {stored.step} began again from a snapshot that is gone ({stored.snapshot.uri}): what came after can't be run again"
             )
     return None, len(once)
 

@@ -2,7 +2,7 @@
 
 Guarantees: a file appears whole, and never over another; a topic gets the original bytes, key and headers, at the partition that the key
 has there, each acknowledged by all in-sync replicas; the topics that Headrace itself works on in this cluster are refused, since a copy
-there would train again or break what it found. Gives up: payloads behind claims: the copied claim names this cluster's object store.
+there would train again or break what it found. Limitations: payloads behind claims: the copied claim names this cluster's object store.
 """
 
 import asyncio

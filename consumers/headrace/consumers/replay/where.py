@@ -7,7 +7,7 @@
 A group fits if the expression holds for one of its trajectories; names of the group are the same for each of them. Guarantees: the text is
 parsed as Python's grammar and only what stands in the whitelist below is walked, nothing is ever run; a name or a construct that is not
 there is refused with what is possible, and so is the comparison of a number with a text. A value that is missing (no version, no such
-metadata) is `null`: equal to `null` only, and neither less nor greater than anything. Gives up: arithmetic, functions, texts by pattern.
+metadata) is `null`: equal to `null` only, and neither less nor greater than anything. Limitations: arithmetic, functions, texts by pattern.
 """
 
 import ast

@@ -1,1 +1,1 @@
-"""An engine in the process of whoever samples: one base model, several policies."""
+"""An engine in the process of the process that samples: one base model, several policies."""

@@ -1,8 +1,8 @@
 """Requests to batches: what arrives together, or while a batch runs, is sampled together if it is for the same weights.
 
 Guarantees: the oldest request is always in the next batch; a request that is left by its client frees its rows at their next token and
-disturbs nobody; the queue is bounded, and beyond the bound a request is refused at once. One thread owns the engine: sampling and changes
-of its weights take turns there. Gives up: rows that join a running batch.
+disturbs no one; the queue is bounded, and beyond the bound a request is refused at once. One thread owns the engine: sampling and changes
+of its weights take turns there. Limitations: rows that join a running batch.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class SampleJob:
             yield piece
 
     def give_up(self) -> None:
-        """Nobody waits for it any more."""
+        """No one waits for it any more."""
         for row in self.rows:
             row.give_up()
 
@@ -122,7 +122,7 @@ class Batcher:
         def logged() -> None:
             try:
                 work()
-            except Exception:  # there is nobody to tell
+            except Exception:  # there is no one to tell
                 logger.exception("work in the engine's thread failed")
 
         if not self._closed:

@@ -1,8 +1,8 @@
-"""Conversations to token ids through a tokenizer's own chat template, and how a conversation goes on token for token.
+"""Conversations to token ids through a tokenizer's own chat template, and how a conversation continues token for token.
 
 Guarantees: `continuation` gives the very tokens of the turn before, then what the template puts between that turn and the next one; so a
 turn's prompt starts with all tokens of the turns before it, and a trainer sees one row, never a re-tokenized neighbour of it.
-Gives up: templates that need to see the earlier turns to render the later ones (they see a stand-in for the assistant's turn).
+Limitations: templates that need to see the earlier turns to render the later ones (they see a stand-in for the assistant's turn).
 """
 
 from collections.abc import Mapping, Sequence

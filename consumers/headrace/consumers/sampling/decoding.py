@@ -2,8 +2,8 @@
 
 Guarantees: each log-probability is that of the full softmax at temperature 1 in float32, however the token was drawn, so a trainer that
 forces the tokens finds it again; a row that is shorter than its neighbours is padded on the left, behind the mask, with positions of its
-own. The same batch and the same draws give the same tokens. Gives up: sharing the prefill of equal prompts; rows that join a batch later.
-Shapes: B rows, T tokens so far (padding included), V vocabulary, N new tokens, K alternatives.
+own. The same batch and the same draws give the same tokens. Limitations: sharing the prefill of equal prompts; rows that join a batch
+later. Shapes: B rows, T tokens so far (padding included), V vocabulary, N new tokens, K alternatives.
 """
 
 import inspect

@@ -1,8 +1,8 @@
-"""The weights of an engine: a base model from disk, and sets of weights held beside it by name: LoRA adapters on it, or full copies.
+"""The weights of an engine: a base model from disk, and sets of weights held next to it by name: LoRA adapters on it, or full copies.
 
 Guarantees: a folder is read and checked (names, shapes, finite count of files) before a model is touched, so a folder that does not fit
 leaves everything as it was; a name is never used for other weights. Adapters are small and share the base; a full set is a model of its
-own. Gives up: locking; its owner calls `hold`, `drop` and `use` while nobody decodes.
+own. Limitations: locking; its owner calls `hold`, `drop` and `use` while no one decodes.
 """
 
 from pathlib import Path
@@ -31,8 +31,8 @@ class EngineWeights:
         base_path: Folder of a Hugging Face model.
         gguf_file: File name inside it, where the weights are GGUF (read to float32).
         device: Where the model lives.
-        keep_base: Keep the base model beside full weights. False: the first full weights take its place, which saves its memory, and it is
-            loaded anew when something asks for it.
+        keep_base: Keep the base model next to full weights. False: the first full weights take its place, which saves its memory, and it is
+            loaded again when something asks for it.
     """
 
     def __init__(self, base_path: Path, *, gguf_file: str | None, device: str, keep_base: bool = True) -> None:

@@ -1,6 +1,6 @@
 """What a local engine generated: tokens with their log-probabilities and policy versions, and the choice they make.
 
-Guarantees: `to_choice` gives the turn exactly as it was sampled, tokens beside the choice (for a `SampledGroup`); `inline_choice` has them
+Guarantees: `to_choice` gives the turn exactly as it was sampled, tokens next to the choice (for a `SampledGroup`); `inline_choice` has them
 inside (for a plain `TrajectoryGroup`). Imports no torch.
 """
 

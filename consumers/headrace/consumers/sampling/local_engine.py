@@ -1,8 +1,8 @@
 """A rollout engine in the agent's own process: a Hugging Face causal LM that samples with log-probabilities and swaps its weights.
 
 Guarantees: every token comes with its id, its log-probability at temperature 1 and the policy version that drew it; weights change between
-calls of `generate`, never inside one; a folder that does not fit is refused and the engine goes on with what it has; the same seed and
-the same sequence of calls and swaps give the same tokens. Gives up: continuous batching and concurrent calls (one at a time, others
+calls of `generate`, never inside one; a folder that does not fit is refused and the engine continues with what it has; the same seed and
+the same sequence of calls and swaps give the same tokens. Limitations: continuous batching and concurrent calls (one at a time, others
 wait); what comes in one call is one batch. `threads` is torch's setting for the whole process.
 """
 
@@ -127,7 +127,7 @@ class LocalEngine:
             version: Policy version that tokens are marked with from the next call on.
 
         Raises:
-            WeightsMismatchError: it does not fit; the engine goes on with what it has.
+            WeightsMismatchError: it does not fit; the engine continues with what it has.
         """
         tensors = self._weights.read(folder)
         with self._lock:

@@ -1,4 +1,4 @@
-"""What an engine knows of its model beside the weights: vocabulary, context, and the tokens that end a turn."""
+"""What an engine knows of its model next to the weights: vocabulary, context, and the tokens that end a turn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

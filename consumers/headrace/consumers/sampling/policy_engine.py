@@ -1,7 +1,7 @@
-"""One base model that samples for several policies: each is a set of weights held beside it by name.
+"""One base model that samples for several policies: each is a set of weights held next to it by name.
 
-Guarantees: a batch is of one policy, from its first token to its last. Gives up: being called from two threads; whoever owns it has one
-thread for it. `threads` is torch's setting for the whole process.
+Guarantees: a batch is of one policy, from its first token to its last. Limitations: being called from two threads; the process that owns
+it has one thread for it. `threads` is torch's setting for the whole process.
 """
 
 from collections.abc import Collection, Sequence

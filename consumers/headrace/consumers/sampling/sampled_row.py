@@ -39,7 +39,7 @@ class RowPiece:
     logprobs: list[float]
     alternatives: list[Alternatives]
     finish: Literal["stop", "length"] | None
-    """None: the row goes on."""
+    """None: the row continues."""
     stopped_by: str | None = None
     """The stop string that ended it."""
 
@@ -66,12 +66,12 @@ class SampledRow:
         self.ended = False
 
     def give_up(self) -> None:
-        """Nobody waits for it any more: it ends at its next token. From any thread."""
+        """No one waits for it any more: it ends at its next token. From any thread."""
         self._given_up = True
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody still waits for it."""
+        """Whether someone still waits for it."""
         return not self._given_up and not self.ended
 
     def take(self, token_id: int, logprob: float, alternatives: Alternatives) -> bool:

@@ -1,7 +1,7 @@
 """Text of tokens as they come, and where it must wait.
 
 Guarantees: the pieces put together are the whole text, however it was cut; no piece holds half of a character; what may be the beginning of
-a stop string is held back until it is known. Gives up: tokenizers whose decoding of a token depends on what comes later.
+a stop string is held back until it is known. Limitations: tokenizers whose decoding of a token depends on what comes later.
 """
 
 from collections.abc import Callable, Sequence

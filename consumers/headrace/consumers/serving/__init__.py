@@ -1,1 +1,1 @@
-"""Which models and versions an engine of ours serves."""
+"""Which models and versions an engine of Headrace serves."""

@@ -1,8 +1,8 @@
 """The versions of one model that an engine holds: which one is current, which are in use, and which go when there is no more room.
 
 Guarantees: a version that a request samples from is not taken away under it; the current one stays; of the others those go first that were
-not used for longest, once more than `keep` are held. A name in the engine is never used for other weights. Gives up: keeping to that number
-while requests hold all of them.
+not used for longest, once more than `keep` are held. A name in the engine is never used for other weights. Limitations: keeping to that
+number while requests hold all of them.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class HeldVersions:
         self._keep = keep
         self._names: dict[Version, str] = {}  # in the engine; the least recently used first
         self._pins: dict[str, int] = {}
-        self._gone: set[str] = set()  # nobody asks for them any more, but a request still samples from them
+        self._gone: set[str] = set()  # no one asks for them any more, but a request still samples from them
         self.current: Version | None = None
         """The version that a name without one stands for."""
 

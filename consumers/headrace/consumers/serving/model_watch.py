@@ -6,7 +6,7 @@ and what is requested is served even where its model was deleted: the name of a 
 Guarantees: a model is seen as soon as the command that creates it is in the log, also with no worker alive; nothing is said before all that
 was written at the start has been read, so an engine that starts late goes to the latest versions only; it lives through broker outages.
 A version counts only if it is of the incarnation that the model's owner wrote last. What is not ours in these topics is left out, and the
-log says so. Gives up: telling a model's first version from its creation in one look, since topics have no order between them.
+log says so. Limitations: telling a model's first version from its creation in one look, since topics have no order between them.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class ModelWatch:
         self.caught_up = asyncio.Event()
         """Set once all that was written at the start has been read."""
         self.changed = asyncio.Event()
-        """Set when `followed` may have changed, not before it is caught up; whoever acts on it clears it."""
+        """Set when `followed` may have changed, not before it is caught up; the process that acts on it clears it."""
 
     async def run(self) -> None:
         """Follow until cancelled."""

@@ -1,7 +1,7 @@
-"""One model in an engine that serves several: its current version, older ones that somebody asked for, and the names they have there.
+"""One model in an engine that serves several: its current version, older ones that someone asked for, and the names they have there.
 
 Guarantees: the current version never goes back within an incarnation; a version that a request samples from is not taken away under it; an
-older version is downloaded once, however many ask for it; what was created or published a moment ago is waited for. Gives up: serving
+older version is downloaded once, however many ask for it; what was created or published a moment ago is waited for. Limitations: serving
 version 0 in the place of a later one that is still being loaded, or that could not be.
 """
 
@@ -70,7 +70,7 @@ class ServedModel:
 
     Args:
         followed: As it stands now.
-        held: Its versions in the engine, beside version 0.
+        held: Its versions in the engine, next to version 0.
         cache: Downloads, of this model alone.
         acks: Of the engine, for this model.
         ledger: Where older versions are looked up.
@@ -132,7 +132,7 @@ class ServedModel:
         if key not in self._held:
             await self._held.take(key, folder)
         self._held.make_current(key)
-        self._held.forget_all(but=self._followed.incarnation)  # the model may have been created anew meanwhile
+        self._held.forget_all(but=self._followed.incarnation)  # the model may have been created again meanwhile
         return self._name(published.policy_version)
 
     @asynccontextmanager

@@ -2,8 +2,8 @@
 
 Guarantees: a model can be asked for as soon as the command that creates it is in the log; one that was deleted is gone, and so is its ack.
 A failure of one model holds up no other. Names: `<model id>@<version>`, `<model id>` for its current version, the base model's own name.
-Gives up: taking acks back where the process is killed: it falls silent (`weights.acks`), and an engine that starts under the same id writes
-over them.
+Limitations: taking acks back where the process is killed: it falls silent (`weights.acks`), and an engine that starts under the same id
+writes over them.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class ServedModels:
         watch: What is to be served.
         engine: Where weights are held.
         batcher: Whose thread owns the engine.
-        keep: Versions of each model that are held beside version 0.
+        keep: Versions of each model that are held next to version 0.
         cache_dir: Folder for downloads. None: `.headrace/engines/<engine id>`.
     """
 
@@ -149,7 +149,7 @@ class ServedModels:
                 self._moved.notify_all()
 
     async def stop(self) -> None:
-        """Take all acks back, and disconnect. After `run` was cancelled; requests under way go on."""
+        """Take all acks back, and disconnect. After `run` was cancelled; requests under way continue."""
         self._ending = True
         models, self._models = self._models, {}
         with suppress(TimeoutError):  # Kafka does not answer: the engine falls silent instead

@@ -1,8 +1,9 @@
 """What engines say of the versions they were given, and that they live, on the compacted topic `weight-acks`.
 
 Guarantees: an engine says every few seconds that it lives, in one small record, and takes that back when it ends in order: one that was
-killed falls silent. One key for each engine and model, so that the topic holds what is served now; event ids are derived, so that whoever
-counts can drop the repeat after a kill (exactly-once rule 12). Gives up: an ack that Kafka does not take is logged, not kept.
+killed falls silent. One key for each engine and model, so that the topic holds what is served now; event ids are derived, so that the
+process that
+counts can drop the repeat after a kill (exactly-once rule 12). Limitations: an ack that Kafka does not take is logged, not kept.
 """
 
 import asyncio
@@ -129,7 +130,7 @@ class EngineAcks:
         await self._topic.send(self.engine_id, record, self._event_id(record, "applied"))
 
     async def failed(self, version: WeightsPublished, error: Exception, *, serving: int | None) -> None:
-        """It could not take it, and goes on with what it has: with version `serving`, if that is of this model and incarnation."""
+        """It could not take it, and continues with what it has: with version `serving`, if that is of this model and incarnation."""
         record = WeightsFailed(
             engine_id=self.engine_id,
             model_id=version.model_id,

@@ -22,7 +22,7 @@ class WeightAdapter(Protocol):
     async def apply(self, folder: Path, published: WeightsPublished) -> str:
         """Make the engine serve these weights; returns what it itself says it serves now: a version or a checksum.
 
-        Anything it raises becomes a `WeightsFailed`, and the engine goes on with what it has.
+        Anything it raises becomes a `WeightsFailed`, and the engine continues with what it has.
         """
         ...
 

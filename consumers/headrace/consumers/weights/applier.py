@@ -2,9 +2,9 @@
 
 Guarantees: the engine serves while a version is downloaded; nothing unverified reaches it; a version that was overtaken while it was
 downloaded is not applied; a version is applied once in a process, by (incarnation, version, digest), and at least once over kills. What
-can't be downloaded after `_ATTEMPTS` or applied becomes a `WeightsFailed`, and the engine goes on with what it has: an unreachable store is
-tried on and on, wrong content until a newer version comes.
-Gives up: stopping a download that runs in a thread; it is left to end by itself.
+can't be downloaded after `_ATTEMPTS` or applied becomes a `WeightsFailed`, and the engine continues with what it has: an unreachable
+store is tried on and on, wrong content until a newer version comes.
+Limitations: stopping a download that runs in a thread; it is left to end by itself.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class WeightApplier:
         cache: Downloads.
         adapter: How weights get into the engine.
         acks: Where it is said.
-        moved: Called after each change that somebody may wait for: a version served or refused, the model deleted.
+        moved: Called after each change that someone may wait for: a version served or refused, the model deleted.
         on_applied: Called after each version is served and acknowledged; what it raises is logged.
         named: Under which name the engine serves a version, for its ack; None: not said.
         older: The versions before one, newest first; None: they are not known.
@@ -79,7 +79,7 @@ class WeightApplier:
             await self._target.changed.wait()
             self._target.changed.clear()
             if self._target.deleted:
-                logger.warning("the model of engine %s was deleted; it goes on with version %d", self._acks.engine_id, self.version)
+                logger.warning("the model of engine %s was deleted; it continues with version %d", self._acks.engine_id, self.version)
             await self._moved()
             target = self._target.target
             if target is not None and _identity(target) != _identity(self.published):

@@ -2,7 +2,7 @@
 
 Guarantees: a folder that `fetch` returns has exactly the files of its manifest, each checked by SHA-256, and the manifest checked by the
 digest that was published; what a former process had downloaded is used again if it is still right. `prune` keeps the latest `keep`
-folders and whatever it is told to spare. Gives up: sharing; one engine has one folder of its own.
+folders and whatever it is told to spare. Limitations: sharing; one engine has one folder of its own.
 """
 
 import shutil
@@ -31,7 +31,7 @@ class WeightCache:
         self._keep = keep
 
     def fetch(self, published: WeightsPublished) -> Path:
-        """Download a version, or go on where a download stopped. Blocks.
+        """Download a version, or continue where a download stopped. Blocks.
 
         Raises:
             StoreError: see `fetch_folder`.

@@ -26,11 +26,11 @@ class DeploymentOwner:
         self._since: dict[str, datetime] = {}
         """When each account made it; more than one only where two made it in one moment."""
         self.is_known = False
-        """The records that were there at the start have been read: before that nobody may."""
+        """The records that were there at the start have been read: before that no one may."""
 
     @property
     def account(self) -> str | None:
-        """Whose it is; None: nobody's."""
+        """Whose it is; None: no one's."""
         return min(self._since, key=lambda account: (self._since[account], account), default=None)
 
     def observe(self, batch: Sequence[ConsumerRecord]) -> bool:

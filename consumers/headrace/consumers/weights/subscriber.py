@@ -1,7 +1,7 @@
 """Keeps one engine at the latest policy version: follows `weights`, downloads and verifies, applies through an adapter, acks.
 
 Guarantees: what `WeightTarget` and `WeightApplier` do: the version never goes back within an incarnation, nothing unverified reaches the
-engine, and it serves while a version is downloaded. What ends the subscriber is raised to whoever waits or stops it.
+engine, and it serves while a version is downloaded. What ends the subscriber is raised to the process that waits or stops it.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ class WeightSubscriber:
             task.add_done_callback(self._wake_waiters)
 
     async def stop(self) -> None:
-        """Stop following. The engine goes on with what it has.
+        """Stop following. The engine continues with what it has.
 
         Raises:
             Exception: what ended the subscriber before, if something did: it is not swallowed.
@@ -140,7 +140,7 @@ class WeightSubscriber:
             self._moved.notify_all()
 
     def _ended(self) -> BaseException | None:
-        """What ended a task of ours; cancellation is no failure."""
+        """What ended a task of Headrace; cancellation is no failure."""
         done = [task for task in self._tasks if task.done() and not task.cancelled()]
         return next((error for task in done if (error := task.exception()) is not None), None)
 

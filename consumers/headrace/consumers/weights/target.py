@@ -1,7 +1,7 @@
 """Which version should be served, from records of `weights`: the latest of one model, or of what names one deployment.
 
-Guarantees: within an incarnation the target never goes back; a new incarnation starts anew; a tombstone clears the target. A record that
-can't be read is logged with its place and skipped. Gives up: order between models, which no log gives; their `published_at` decides.
+Guarantees: within an incarnation the target never goes back; a new incarnation starts again; a tombstone clears the target. A record that
+can't be read is logged with its place and skipped. Limitations: order between models, which no log gives; their `published_at` decides.
 """
 
 import asyncio
@@ -31,21 +31,21 @@ class WeightTarget:
         self._deployment = deployment
         self._owner = owner
         self._named: dict[str, WeightsPublished] = {}
-        """The latest of each model that concerns it, whoever the owner is."""
+        """The latest of each model that concerns it, the process that the owner is."""
         self._latest: WeightsPublished | None = None
         self.target: WeightsPublished | None = None
         """What should be served; None: nothing was published, or the model was deleted."""
         self.deleted = False
         """The model's last record is a tombstone."""
         self.changed = asyncio.Event()
-        """Set at every change of `target` or `deleted`; whoever acts on it clears it."""
+        """Set at every change of `target` or `deleted`; the process that acts on it clears it."""
 
     def follow_model(self, model_id: str) -> None:
         """Count only this model, where its id is known later than this object."""
         self._model_id = model_id
 
     def aim(self, published: WeightsPublished | None) -> None:
-        """Set the target, where somebody else has followed the topic."""
+        """Set the target, where someone else has followed the topic."""
         if published is not self.target:
             self.target = published
             self.changed.set()

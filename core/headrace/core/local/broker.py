@@ -5,7 +5,7 @@
 
 Guarantees: ready when `start` returns (it answered a metadata request as itself); topics, offsets and, if free, ports
 survive a restart on the same folder, also after SIGKILL; the broker ends with this process, however that ends.
-Gives up: other machines (it listens on the loopback address), security, more than one node.
+Limitations: other machines (it listens on the loopback address), security, more than one node.
 Blocks: everything here is synchronous, for the command line, fixtures and the demo's parent; not for an event loop.
 """
 
@@ -103,7 +103,7 @@ class LocalBroker:
 
     @property
     def log_file(self) -> Path:
-        """The broker's log; older ones lie beside it."""
+        """The broker's log; older ones lie next to it."""
         return self._path / "server.log"
 
     @property

@@ -3,7 +3,7 @@
 Guarantees: a path handed out is a whole file with the locked digest. Jars are downloaded into a folder aside, checked
 and then renamed, under a file lock: neither an interrupt nor a second process leaves half a jar. A jar that changed is
 told by size or modification time, hashed in full then, and fetched again if its bytes are other ones.
-Gives up: bytes that rot while size and modification time stay are found only by `verify`, which runs when a service
+Limitations: bytes that rot while size and modification time stay are found only by `verify`, which runs when a service
 did not come up.
 """
 

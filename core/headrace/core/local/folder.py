@@ -2,7 +2,7 @@
 
 Guarantees: one service a folder. The lock (flock) is held by the service's own processes, so it is free exactly when
 the last of them is gone, whatever killed whom; a lock file left lying about means nothing.
-Gives up: network file systems without flock.
+Limitations: network file systems without flock.
 """
 
 import fcntl
@@ -50,7 +50,7 @@ class ServiceFolder:
         self.data = self.path / "data"
         """What the service keeps."""
         self.log_file = self.path / "server.log"
-        """Its log; older ones lie beside it."""
+        """Its log; older ones lie next to it."""
         self.output_file = self.path / "server.out"
         """What it printed since its start; of interest when it did not come up."""
         self._label = label

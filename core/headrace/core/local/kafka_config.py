@@ -1,6 +1,6 @@
 """The configuration of the local broker: one node that is broker and controller, tuned for starting and for tests.
 
-Gives up: durability against power loss (Kafka's default: replication instead of fsync, and there is one replica) and
+Limitations: durability against power loss (Kafka's default: replication instead of fsync, and there is one replica) and
 speed of the last few percent (serial collector, first JIT tier, 512 MB heap).
 """
 

@@ -1,4 +1,4 @@
-"""Developer command: write a distribution's lock list anew.
+"""Developer command: write a distribution's lock list again.
 
 `python -m headrace.core.local.lock kafka` resolves the root coordinate and its dependencies with jgo (a minute or
 two), downloads each jar, and writes coordinate, SHA-256 and size to the lock list in the source tree. To move to another version, change
@@ -44,7 +44,7 @@ def resolve(distribution: Distribution, repository: Path) -> list[LockedJar]:
 
 def main() -> None:
     """Entry point of `python -m headrace.core.local.lock`."""
-    parser = argparse.ArgumentParser(description="Write the lock list of a local service anew.")
+    parser = argparse.ArgumentParser(description="Write the lock list of a local service again.")
     parser.add_argument("distribution", choices=[KAFKA.name, S3PROXY.name])
     name = parser.parse_args().distribution
     distribution = {d.name: d for d in (KAFKA, S3PROXY)}[name]

@@ -1,7 +1,7 @@
 """Fetching one jar by its coordinate, through jgo.
 
 Guarantees: the file returned has the locked SHA-256; dropped connections are tried again.
-Gives up: mirrors. jgo's default repository is the only source; without it, copy a filled cache folder from elsewhere.
+Limitations: mirrors. jgo's default repository is the only source; without it, copy a filled cache folder from elsewhere.
 """
 
 import errno

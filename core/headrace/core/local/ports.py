@@ -1,6 +1,6 @@
 """Ports on the loopback address.
 
-Gives up: between choosing a port and the service's own bind another program may take it; services that chose their
+Limitations: between choosing a port and the service's own bind another program may take it; services that chose their
 ports themselves start again with others then.
 """
 

@@ -49,7 +49,7 @@ class JavaProcess:
         assert self._supervisor.stdout is not None  # noqa: S101  (narrows the type: it was asked for as a pipe)
         try:
             line = self._supervisor.stdout.readline()
-        except BaseException:  # an interrupt: nobody else knows of the process yet
+        except BaseException:  # an interrupt: no one else knows of the process yet
             self.stop()
             raise
         if not line:

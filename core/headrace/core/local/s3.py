@@ -5,7 +5,7 @@
 
 Guarantees: signatures are checked; multipart, ranges and `If-None-Match: *` (412 the second time) work; objects, keys
 and, if free, the port survive a restart on the same folder; the server ends with this process, however that ends.
-Gives up: other machines, TLS, versions, and speed: it is for tests and demos.
+Limitations: other machines, TLS, versions, and speed: it is for tests and demos.
 Blocks: everything here is synchronous, as in `broker`.
 """
 
@@ -98,7 +98,7 @@ class LocalS3:
 
     @property
     def log_file(self) -> Path:
-        """The server's log; older ones lie beside it."""
+        """The server's log; older ones lie next to it."""
         return self._path / "server.log"
 
     @property
@@ -129,7 +129,7 @@ class LocalS3:
         return [*options, "org.gaul.s3proxy.Main", "--properties", str(properties)]
 
     def _is_ready(self, _port: int) -> bool:
-        """Whether the server with our keys answers: nobody else accepts them."""
+        """Whether the server with our keys answers: no one else accepts them."""
         try:
             self._asking().list_buckets()
         except (BotoCoreError, ClientError):

@@ -10,7 +10,7 @@ the child's process id, then waits for the first of three events, and exits with
 
 Guarantees: SIGTERM first, SIGKILL after the grace; no child is left behind. If this process itself is killed, Linux
 sends the child SIGTERM (PR_SET_PDEATHSIG, safe here: the one thread that forks lives as long as the process).
-Gives up: on macOS a SIGKILL of this process leaves the child running.
+Limitations: on macOS a SIGKILL of this process leaves the child running.
 Only the standard library, no import of headrace: it stays small (about 10 MB) and starts in 20 ms.
 """
 
@@ -57,7 +57,7 @@ def main() -> int:
             command,
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
-            close_fds=False,  # the folder's lock goes on to the child: it is free only when nothing writes there any more
+            close_fds=False,  # the folder's lock continues to the child: it is free only when nothing writes there any more
             preexec_fn=die_with_supervisor if sys.platform == "linux" else None,  # noqa: PLW1509  (no threads here)
         )
     except OSError as error:

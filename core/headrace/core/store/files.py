@@ -301,7 +301,7 @@ class _Written:
 
     @classmethod
     def of(cls, path: Path, chunks: Iterable[bytes]) -> "_Written":
-        """Write it beside its place; what fails leaves nothing."""
+        """Write it next to its place; what fails leaves nothing."""
         partial = _new_partial(path.parent)
         tally = Tally()
         try:

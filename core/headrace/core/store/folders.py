@@ -3,8 +3,8 @@ r"""Folders of files in a store, made one by a manifest: weights and snapshots.
 `prefix/a`, `prefix/b/c`, … and `prefix/manifest.json`, which lists each file's size and SHA-256 and is written last, by a conditional put.
 The digest of a folder is the SHA-256 over its files' lines `sha256  path\n`, sorted: what `sha256sum` prints.
 
-Guarantees: a fetched folder has exactly the files of the manifest, each checked, and appears at once; an interrupted fetch goes on
-where it stopped. Gives up: symbolic links and empty folders.
+Guarantees: a fetched folder has exactly the files of the manifest, each checked, and appears at once; an interrupted fetch continues
+where it stopped. Limitations: symbolic links and empty folders.
 """
 
 import hashlib
@@ -74,7 +74,7 @@ def _known(stored: StoredObject) -> str:
 
 
 def read_manifest(store: ObjectStore, uri: str, digest: str | None) -> Manifest:
-    """The manifest of a stored folder, checked against the digest that was committed; None where nobody has committed one.
+    """The manifest of a stored folder, checked against the digest that was committed; None where no one has committed one.
 
     Raises:
         ObjectNotFoundError: there is none.

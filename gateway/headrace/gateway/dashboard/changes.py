@@ -1,7 +1,8 @@
-"""What changes, to whoever looks on: server-sent events that name models, never their content. The page then asks for what it shows.
+"""What changes, to the process that looks on: server-sent events that name models, never their content. The page then asks for what it
+shows.
 
 Guarantees: a model is only named to a caller who sees it; nothing that changes after the stream begins is missed (where too much changed
-at once, all is said to have changed); a key that was revoked ends the stream within seconds. Gives up: a replay of what changed before.
+at once, all is said to have changed); a key that was revoked ends the stream within seconds. Limitations: a replay of what changed before.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The messages and sampled turns of a trajectory as rows of a page. Pure.
 
-Guarantees: all text is text; what is no text is named by its type. Gives up: pictures and sound.
+Guarantees: all text is text; what is no text is named by its type. Limitations: pictures and sound.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,8 @@
 """A model's steps as curves and bars that a page can draw, however many there are. Pure.
 
 Guarantees: at most `points` buckets of consecutive steps, from the first to the last, each with mean, lowest and highest value, so that a
-spike is not lost. Gives up: steps that do not have the metric; they are left out, and the curve goes over them; of a long run, more points
-than `step_history` holds stretches.
+spike is not lost. Limitations: steps that do not have the metric; they are left out, and the curve goes over them; of a long run, more
+points than `step_history` holds stretches.
 """
 
 import re

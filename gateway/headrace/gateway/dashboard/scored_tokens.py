@@ -1,7 +1,7 @@
 """The kept tokens of one trajectory, and where in them the turns of its conversation stand. Pure.
 
 A turn that brought its token ids is found by them, where a stretch of trained tokens begins; turns without ids are matched in order, if
-there are as many of them as stretches. Guarantees: a span is only given where the ids are equal, or the count leaves no doubt. Gives up:
+there are as many of them as stretches. Guarantees: a span is only given where the ids are equal, or the count leaves no doubt. Limitations:
 turns that are told apart by neither; their tokens stand in the whole sequence all the same.
 """
 

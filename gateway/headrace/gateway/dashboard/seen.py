@@ -1,6 +1,6 @@
 """Models and jobs as rows, and which of them a caller may see.
 
-Guarantees: what is of another account, or of a project that the token does not cover, is not there (404). Gives up: all of them at once;
+Guarantees: what is of another account, or of a project that the token does not cover, is not there (404). Limitations: all of them at once;
 the latest that changed are listed, and whether there are more.
 """
 

@@ -1,7 +1,7 @@
 """One step as a page: what the tables have of it, and its report; where that is gone, what the log still says at the ledger's offsets.
 
-Guarantees: a group is only shown as one of this model's step, since its place comes from the step's own report or ledger record. Gives up:
-groups beyond `_GROUPS` on one page.
+Guarantees: a group is only shown as one of this model's step, since its place comes from the step's own report or ledger record.
+Limitations: groups beyond `_GROUPS` on one page.
 """
 
 import asyncio

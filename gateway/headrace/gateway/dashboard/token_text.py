@@ -1,6 +1,6 @@
-"""What token ids say: as the sampler wrote them beside the ids, else by the base model's tokenizer.
+"""What token ids say: as the sampler wrote them next to the ids, else by the base model's tokenizer.
 
-Guarantees: one text for each token; the texts of a sequence together are its text. Gives up: without either, ids are all there is; base
+Guarantees: one text for each token; the texts of a sequence together are its text. Limitations: without either, ids are all there is; base
 models that lie in the object store are not fetched for it.
 """
 

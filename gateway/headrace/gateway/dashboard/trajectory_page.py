@@ -1,7 +1,7 @@
 """One trajectory as a page: its conversation from the log, its tokens from the rows that the step kept.
 
-Guarantees: group and trajectory are of the model's own step; what is missing is said in a sentence with what to do. Gives up: rows beyond
-`_ROWS_BYTES` a step and tokens beyond `_TOKENS` a page. One page at a time reads rows, so that several do not fill the memory.
+Guarantees: group and trajectory are of the model's own step; what is missing is said in a sentence with what to do. Limitations: rows
+beyond `_ROWS_BYTES` a step and tokens beyond `_TOKENS` a page. One page at a time reads rows, so that several do not fill the memory.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class _Said:
     turns: list[list[int] | None]
     """Token ids of each assistant turn."""
     texts: list[list[str] | None]
-    """What the sampler wrote beside them."""
+    """What the sampler wrote next to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ class _TooManyError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyHead:
-    """What a body says beside its groups."""
+    """What a body says next to its groups."""
 
     model_id: str
     config: bytes
@@ -97,7 +97,7 @@ def split(body: Buffer, most_groups: int, *, model_id: str | None = None) -> Spl
 
 
 def head_of(body: ReceivedBody, most_groups: int, *, model_id: str | None = None) -> BodyHead:
-    """What a body says beside its groups; the rest as `split`."""
+    """What a body says next to its groups; the rest as `split`."""
     return split(body.buffer(), most_groups, model_id=model_id).head
 
 

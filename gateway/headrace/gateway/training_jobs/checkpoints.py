@@ -1,9 +1,9 @@
 """`/v1/preview/models/{id}/checkpoints`: the versions of a model whose weights can be had, step 0 (the base model) included.
 
 Guarantees: ids are the same in every gateway and after every start; a version is listed as soon as its step is committed; a deleted one is
-neither listed nor served by its name as soon as the answer is given. Deleting the newest is allowed: the model goes on from it, and its
+neither listed nor served by its name as soon as the answer is given. Deleting the newest is allowed: the model continues from it, and its
 name without a step still means it.
-Gives up: deleting at once what recovery may still need; the lane's owner deletes files when nothing needs them.
+Limitations: deleting at once what recovery may still need; the lane's owner deletes files when nothing needs them.
 """
 
 import uuid
@@ -101,7 +101,7 @@ async def delete_checkpoints(model_id: str, request: DeleteRequest, caller: Know
 
 
 def _whose_files_go(tables: Tables, model: ModelView, steps: list[int]) -> list[int]:
-    """Without the base model, which is no file of ours, and without what another model begins with: it may have to begin again."""
+    """Without the base model, which is no file of Headrace, and without what another model begins with: it may have to begin again."""
     begun = {view.start_weights.uri for view in tables.models() if view.start_weights is not None and is_model(view)}
     history = tables.history(model)
     entries = [entry for step in steps if (entry := history.find(step)) is not None]

@@ -1,8 +1,8 @@
 """`experimental_config` of a job: every option that has no fitting value, every contradiction, and what has no effect.
 
 Guarantees: null is as not said, but for `epsilon_high`; options of newer clients that this release has not are accepted, kept out of the
-job, and named in a warning; a reference in the object store is one that the caller may name. Gives up: whether that exists; the step finds
-out, and the job fails with it.
+job, and named in a warning; a reference in the object store is one that the caller may name. Limitations: whether that exists; the step
+finds out, and the job fails with it.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from headrace.schemas.training import TrainConfig, contradictions, row_length_pr
 
 _LOC = ["body", "experimental_config"]
 _COMPACT_CLIENT = frozenset({"kl_ref_adapter_path", "loss_fn", "normalize_advantages", "plot_tensors", "truncated_importance_sampling"})
-"""Options that `openpipe-art` 0.5.20 and later always send, null where the caller said nothing: nobody writes them all by hand."""
+"""Options that `openpipe-art` 0.5.20 and later always send, null where the caller said nothing: no one writes them all by hand."""
 _MOST_NAMED = 50
 
 

@@ -1,6 +1,6 @@
 """What the OpenAPI document says of bodies that are read as bytes: the same models that read them, group by group.
 
-Gives up: sharing components with the rest of the document; what stands deeper than a trajectory is named only: `schemas/json` has it.
+Limitations: sharing components with the rest of the document; what stands deeper than a trajectory is named only: `schemas/json` has it.
 """
 
 from typing import Any

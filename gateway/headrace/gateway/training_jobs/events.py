@@ -142,10 +142,10 @@ def _is_listed(tables: Tables, document: JobDocument) -> bool:
     """Whether who is told of the end finds the checkpoint: documents and ledger come in by several partitions."""
     model = tables.model(document.model_id)
     if model is None or not is_model(model) or model.created_at > document.created_at:
-        return True  # deleted, or made anew since: there is nothing to wait for
+        return True  # deleted, or made again since: there is nothing to wait for
     return tables.history(model).of_job(document.job_id) is not None
 
 
 def _document(view: JobView) -> JobDocument:
-    assert view.document is not None  # noqa: S101 - a job of ours has one from its first transaction on
+    assert view.document is not None  # noqa: S101 - a job of Headrace has one from its first transaction on
     return view.document

@@ -1,7 +1,7 @@
 """Lines of conversations as groups to imitate.
 
 Guarantees: one group of at most `_MOST_EXAMPLES` examples and about `_MOST_BYTES` is in memory; every line that is no example is told by
-its number. Gives up: judging whether an example fits the model; the lane refuses those that don't, each alone, and the job goes on.
+its number. Limitations: judging whether an example fits the model; the lane refuses those that don't, each alone, and the job continues.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,7 @@
 """All that is wrong with a body, as far as one answer lists it.
 
 Guarantees: each fault has the place of its field, one fault a place; values of the body are not repeated beyond what the schemas' own
-messages say. Gives up: faults beyond `MOST`; the last item says that there are more.
+messages say. Limitations: faults beyond `MOST`; the last item says that there are more.
 """
 
 import re

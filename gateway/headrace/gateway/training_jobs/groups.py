@@ -1,8 +1,8 @@
 """One group of a body: from its JSON to the form in which it goes to the log, or to all that is wrong with it.
 
 Guarantees: what passes is what the lane can read, with versions that were published; a group is decoded once where nothing is wrong, and
-a second time, fault by fault, where something is. Gives up: what only the trainer can judge (tokens, lengths): the lane refuses it, and the
-job goes on. Computes: not for an event loop.
+a second time, fault by fault, where something is. Limitations: what only the trainer can judge (tokens, lengths): the lane refuses it,
+and the job continues. Computes: not for an event loop.
 """
 
 import json

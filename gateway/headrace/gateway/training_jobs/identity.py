@@ -1,8 +1,8 @@
 """When two requests are one job (exactly-once rule 17, design section 12).
 
 Guarantees: the same `Idempotency-Key` of an account is the same job, in every gateway; a client's own retry
-(`x-stainless-retry-count` of 1 or more) is the job that it retries, as long as that has not ended. Gives up: a repeat that says of itself
-neither; it is a new job.
+(`x-stainless-retry-count` of 1 or more) is the job that it retries, as long as that has not ended. Limitations: a repeat that says of
+itself neither; it is a new job.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """`POST /v1/preview/models/{id}/log`: trajectories that are kept and not trained on, as those of an evaluation.
 
 Guarantees: what is answered with 200 lies in the object store, as it was sent, one group a line, and is a fact that every gateway knows;
-what is no group is refused, with all faults. Gives up: judging versions and tokens: nothing is trained on it.
+what is no group is refused, with all faults. Limitations: judging versions and tokens: nothing is trained on it.
 """
 
 import tempfile

@@ -101,7 +101,7 @@ async def create_model(request: ModelRequest, caller: KnownCaller, gate: OpenGat
             409, f"there is a model {request.name!r} in project {request.project!r}: take another name, or ask with return_existing=true"
         )
     if view is None:
-        raise ProblemError(409, f"model {request.name!r} was deleted by somebody else at the same time: create it again")
+        raise ProblemError(409, f"model {request.name!r} was deleted by someone else at the same time: create it again")
     return ModelResponse(id=view.model_id, entity=view.account, project=view.project, name=view.name, base_model=view.settings.base_model)
 
 

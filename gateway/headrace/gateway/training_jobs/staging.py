@@ -2,8 +2,8 @@
 
 Guarantees: few groups at a time are Python objects, and at most about `_INLINE_BYTES` of all of them are held: a job of 50 MB does not
 take several times that; payloads are durable before the transaction that names them; ids of groups follow from the job's, so a repeat makes
-the same ones. Gives up: payloads of a request whose later groups have faults: they lie in the store unused. Computes and blocks: not for an
-event loop.
+the same ones. Limitations: payloads of a request whose later groups have faults: they lie in the store unused. Computes and blocks: not
+for an event loop.
 """
 
 import uuid

@@ -1,7 +1,7 @@
 """`POST /v1/preview/training-jobs`: groups, the job's record, its document and the gateway's own note, in one transaction.
 
 Guarantees: a 200 is given when all of it is committed, and then every gateway has it; a refused or failed request has written nothing to
-Kafka; all faults of a body are told at once. Gives up: judging what only the trainer can; see `groups`.
+Kafka; all faults of a body are told at once. Limitations: judging what only the trainer can; see `groups`.
 """
 
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ def trainable(model: ModelView) -> ModelView:
     if model.shadow_of is not None:
         raise ProblemError(409, f"model {model.name} shadows {model.shadow_of}: it trains on that model's jobs, and has none of its own")
     if model.status in {"stopped", "diverged"}:
-        raise ProblemError(409, f"model {model.name} is {model.status}: {model.status_detail}; `headrace models resume` lets it go on")
+        raise ProblemError(409, f"model {model.name} is {model.status}: {model.status_detail}; `headrace models resume` lets it continue")
     return model
 
 
@@ -128,7 +128,7 @@ async def write(gate: Gate, submission: Submission) -> None:
     """Write a job; returns when it is committed and the gateway's tables hold it.
 
     Raises:
-        KafkaUnavailableError: nothing was written, or nobody can say; repeating the request is safe.
+        KafkaUnavailableError: nothing was written, or no one can say; repeating the request is safe.
     """
     job, placed = submission.job, submission.placed
     if submission.identity.key is not None and job_key(job.job_id) in (await gate.view.fresh()).facts:

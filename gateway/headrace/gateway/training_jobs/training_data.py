@@ -2,7 +2,7 @@
 
 It is the URI of an object in our store, the id (or name) of a dataset that was uploaded, or a `wandb-artifact://` that
 `gateway.training_data` maps to such a URI. Guarantees: nothing outside of our store is read, nor what is not the caller's (`reach`); what
-was allowed is kept as a key, so that nothing else is read later. Gives up: artefacts that are not mapped; the gateway has no key for the
+was allowed is kept as a key, so that nothing else is read later. Limitations: artefacts that are not mapped; the gateway has no key for the
 service that keeps them.
 """
 
