@@ -16,7 +16,7 @@ from benchmarks.measuring import Comparison, Rates
 
 from headrace.core.local import LocalBroker
 from headrace.core.models import create_model
-from headrace.core.settings import KafkaSettings, ProducerSettings, Settings
+from headrace.core.settings import BaseModelEntry, KafkaSettings, ProducerSettings, Settings
 from headrace.core.topic_admin import apply
 from headrace.producers import TrajectoryProducer
 from headrace.producers.link import BATCH_BYTES
@@ -82,7 +82,8 @@ async def _compare(bootstrap_servers: str, compression: str, rounds: int) -> Com
 
 
 async def _all(bootstrap_servers: str, rounds: int) -> list[Comparison]:
-    settings = Settings(kafka=KafkaSettings(bootstrap_servers=bootstrap_servers))
+    catalogue = {"none": BaseModelEntry(path="/none")}  # no worker runs
+    settings = Settings(kafka=KafkaSettings(bootstrap_servers=bootstrap_servers), base_models=catalogue)
     await apply(settings)
     await create_model(settings, project="bench", name=MODEL, model=ModelSettings(base_model="none"))
     return [await _compare(bootstrap_servers, compression, rounds) for compression in ("zstd", "none")]
