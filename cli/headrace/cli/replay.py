@@ -41,7 +41,7 @@ def replay(  # noqa: PLR0917 - typer passes them by name
     from headrace.cli.replay_output import Output  # noqa: PLC0415  (`headrace --help` does not wait for it)
     from headrace.consumers.replay.changes import Asked  # noqa: PLC0415
     from headrace.consumers.replay.session import Question  # noqa: PLC0415
-    from headrace.consumers.steps.rerun import CannotRerunError  # noqa: PLC0415
+    from headrace.consumers.worker.rerun import CannotRerunError  # noqa: PLC0415
     from headrace.core.settings import Settings  # noqa: PLC0415
     from headrace.core.step_range import StepRange  # noqa: PLC0415
 

@@ -12,7 +12,7 @@ from headrace.cli.side_by_side_text import print_options, print_side_by_side
 from headrace.consumers.replay.run import ReplayedStep
 from headrace.consumers.replay.session import Outcome, Question
 from headrace.consumers.replay.start import Route
-from headrace.consumers.steps.rerun import Rerun
+from headrace.consumers.worker.rerun import Rerun
 from headrace.core.side_by_side import OptionDifference, SideBySide, option_differences, side_by_side
 from headrace.core.step_range import ranges_text
 from headrace.schemas.state import ModelState
