@@ -6,8 +6,8 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
-from headrace.consumers.lanes import writer as lane_writer
-from headrace.consumers.memory.outgoing import Outgoing
+from headrace.consumers.worker import commits as lane_writer
+from headrace.consumers.worker.outgoing import OutgoingRecord
 
 
 def transaction() -> None:
@@ -22,7 +22,7 @@ def transaction() -> None:
         await self._producer.start()
         await self._plain.start()
 
-    async def commit(self: Any, records: Sequence[Outgoing], _mark: int) -> dict[str, int]:
+    async def commit(self: Any, records: Sequence[OutgoingRecord], _mark: int) -> dict[str, int]:
         written = {}
         for r in records:
             sent = await self._plain.send_and_wait(r.topic, value=r.value, key=r.key, partition=r.partition, headers=list(r.headers))

@@ -10,7 +10,7 @@ from aiokafka import AIOKafkaProducer
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
-from headrace.consumers.lanes.dead_letters import dead_letter
+from headrace.consumers.worker.outgoing import dead_letter
 from headrace.core.kafka import client_options
 from headrace.core.models import model_id_of
 from headrace.core.settings import KafkaSettings

@@ -8,8 +8,8 @@ from tests.core.ledgers import record
 from tests.poison import send_record, write_poison
 
 from headrace.consumers.events import Events
-from headrace.consumers.lanes.recover import UnreadableStateError, read_states
 from headrace.consumers.serving.model_watch import ModelWatch
+from headrace.consumers.worker.claim import UnreadableStateError, read_states
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
 from headrace.core.models import create_model

@@ -11,7 +11,7 @@ from aiokafka import AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.admin import RecordsToDelete
 from aiokafka.errors import KafkaTimeoutError
 
-from headrace.consumers.lanes.dead_letters import dead_letter
+from headrace.consumers.worker.outgoing import dead_letter
 from headrace.core import resolving
 from headrace.core.dead_letters import DeadLetter, LetterFilter, NoSuchLetterError, Place, get_letter, list_letters, open_letter
 from headrace.core.kafka import ClientOptions

@@ -27,12 +27,12 @@ from tests.worker.following import Following
 from tests.worker.learners import learner_settings
 
 from headrace.consumers.intake.admission_pool import AdmissionPool
-from headrace.consumers.lanes.lane import Lane
-from headrace.consumers.lanes.writer import LaneWriter
-from headrace.consumers.memory.book import LaneBook
-from headrace.consumers.memory.model_run import ModelRun
-from headrace.consumers.memory.outgoing import Outgoing
-from headrace.consumers.steps.world import TrainerWorld
+from headrace.consumers.worker.commits import LaneWriter
+from headrace.consumers.worker.lane import Lane
+from headrace.consumers.worker.lane_model import LaneModel
+from headrace.consumers.worker.lane_models import LaneModels
+from headrace.consumers.worker.outgoing import OutgoingRecord
+from headrace.consumers.worker.world import TrainerWorld
 from headrace.core.commands import send_command
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
@@ -61,9 +61,9 @@ class Commit:
     """A transaction that the lane's owner is about to write."""
 
     owner: "Owner"
-    records: list[Outgoing]
+    records: list[OutgoingRecord]
     said: list[BaseModel | None]
-    write: Callable[[Sequence[Outgoing]], Awaitable[dict[str, int]]]
+    write: Callable[[Sequence[OutgoingRecord]], Awaitable[dict[str, int]]]
 
     def of(self, kind: type[R], fits: Callable[[R], bool] = lambda _: True) -> list[R]:
         """Its records of a type."""
@@ -103,12 +103,12 @@ class _StagedWriter(LaneWriter):
         self._owner = owner
         self._script = script
 
-    async def _commit(self, records: Sequence[Outgoing], mark: int) -> dict[str, int]:
+    async def _commit(self, records: Sequence[OutgoingRecord], mark: int) -> dict[str, int]:
         if self._owner.died:
             raise KafkaConnectionError("the owner is no more")
         really = super()._commit
 
-        async def write(changed: Sequence[Outgoing]) -> dict[str, int]:
+        async def write(changed: Sequence[OutgoingRecord]) -> dict[str, int]:
             self._owner.writing += 1
             try:
                 return await really(changed, mark)
@@ -136,10 +136,10 @@ class Owner:
     task: "asyncio.Task[None]" = field(init=False)
 
     @property
-    def book(self) -> LaneBook:
+    def models(self) -> LaneModels:
         """What it knows."""
-        assert self.lane._last is not None
-        return self.lane._last
+        assert self.lane.models is not None
+        return self.lane.models
 
     async def die(self) -> None:
         """As with SIGKILL, but between two transactions: nothing is said, stored or given back."""
@@ -218,7 +218,7 @@ class Stage:
         made: list[Owner] = []
         one = Lane(lane, settings, store=self.store, pool=self.pool, world=self.world, wanted=lambda: made[0].wanted)
         made.append(Owner(one))
-        with mock.patch("headrace.consumers.lanes.lane.LaneWriter", partial(_StagedWriter, owner=made[0], script=script)):
+        with mock.patch("headrace.consumers.worker.lane.LaneWriter", partial(_StagedWriter, owner=made[0], script=script)):
             made[0].task = asyncio.create_task(one.run())
             try:
                 yield made[0]
@@ -278,9 +278,9 @@ class Stage:
         async with open_admin(client_options(self.settings.kafka, "test-rules")) as admin:
             await admin.delete_records({where: RecordsToDelete(before_offset=before)})
 
-    def run_of(self, owner: Owner, model: ModelView) -> ModelRun:
+    def run_of(self, owner: Owner, model: ModelView) -> LaneModel:
         """What an owner knows of a model."""
-        return owner.book.runs[model.model_id]
+        return owner.models.models[model.model_id]
 
     async def close(self) -> None:
         """End the processes."""

@@ -10,8 +10,8 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 
-from headrace.consumers.lanes import balancer as balancer_module
-from headrace.consumers.lanes.balancer import Balancer, SessionTimeoutError
+from headrace.consumers.worker import balancer as balancer_module
+from headrace.consumers.worker.balancer import Balancer, SessionTimeoutError
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import apply

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 from tests.worker.learners import learner_settings
 
-from headrace.consumers.memory.duplicates import DuplicateWindow
-from headrace.consumers.memory.model_run import ModelRun
 from headrace.consumers.steps.doomed_weights import WeightsDeleter, doom, due, is_doomed
-from headrace.consumers.steps.kl_references import KlReferences, ReferencedStep, ReferenceMissingError
+from headrace.consumers.worker.duplicates import DuplicateWindow
+from headrace.consumers.worker.kl_references import KlReferences, ReferencedStep, ReferenceMissingError
+from headrace.consumers.worker.lane_model import LaneModel
 from headrace.core.settings import S3Settings
 from headrace.core.store import ObjectStore, open_store, store_folder
 from headrace.schemas.state import ModelState
 from headrace.trainer.options import KlOptions
 
 
-def run_of(*, version: int, snapshot_step: int) -> ModelRun:
+def run_of(*, version: int, snapshot_step: int) -> LaneModel:
     """A model that has made so many steps, with a snapshot of one of them."""
     state = ModelState(
         model_id="m",
@@ -29,12 +29,12 @@ def run_of(*, version: int, snapshot_step: int) -> ModelRun:
         snapshot_step=snapshot_step,
         scanned=0,
     )
-    return ModelRun.of(state, DuplicateWindow(10), lane=0)
+    return LaneModel.from_state(state, DuplicateWindow(10), lane=0)
 
 
-def committed(run: ModelRun, **update: object) -> None:
+def committed(run: LaneModel, **update: object) -> None:
     """What a transaction does."""
-    run.state = run.state_at(0, **update)
+    run.apply(run.next_change(0, **update))
 
 
 def test_weights_go_when_it_is_committed_that_they_are_doomed_and_a_snapshot_covers_all_steps_that_may_have_read_them() -> None:
@@ -102,7 +102,7 @@ async def test_the_reference_of_the_step_that_runs_stays_while_the_next_one_fetc
     needed = ReferencedStep(model_id="other", incarnation="i", version=3)
     left = [[1], [1, 2], [2, 3]]
     for step in (1, 2, 3):
-        await references.of(needed, KlOptions(coef=1.0, reference_step=step))
+        await references.find(needed, KlOptions(coef=1.0, reference_step=step))
         files = sorted((tmp_path / "references").rglob("adapter_model.safetensors"))
         assert sorted(file.read_bytes()[0] for file in files) == left[step - 1]
 
@@ -113,4 +113,4 @@ async def test_no_step_begins_with_doomed_weights_as_its_reference(store: Object
     references = KlReferences({}, "steps", 0, store, tmp_path)
     needed = ReferencedStep(model_id="m", incarnation="i", version=3, is_doomed=lambda step: is_doomed(run, step))
     with pytest.raises(ReferenceMissingError, match="step 2, a checkpoint that was deleted"):
-        await references.of(needed, KlOptions(coef=1.0, step_lag=1))
+        await references.find(needed, KlOptions(coef=1.0, step_lag=1))

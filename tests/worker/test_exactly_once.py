@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from headrace.consumers.lanes.balancer import Balancer
-from headrace.consumers.lanes.recover import PartitionCountError, read_states
-from headrace.consumers.lanes.writer import FencedError, LaneWriter, OutcomeUnknownError
-from headrace.consumers.memory.outgoing import Outgoing, outgoing
+from headrace.consumers.worker.balancer import Balancer
+from headrace.consumers.worker.claim import PartitionCountError, read_states
+from headrace.consumers.worker.commits import FencedError, LaneWriter, OutcomeUnknownError
+from headrace.consumers.worker.outgoing import OutgoingRecord, sealed_record
 from headrace.core.kafka import client_options
 from headrace.core.reading import read_to_end
 from headrace.core.settings import Settings
@@ -20,9 +20,9 @@ def writer_of(settings: Settings, lane: int = 0) -> LaneWriter:
     return LaneWriter(settings, lane, client_options(settings.kafka, "test-lane"))
 
 
-def lane_record(settings: Settings, mark: int, *, partitions: int = 2) -> Outgoing:
+def lane_record(settings: Settings, mark: int, *, partitions: int = 2) -> OutgoingRecord:
     state = LaneState(lane=0, mark=mark, scanned=mark, partitions=partitions)
-    return outgoing(state, topic=settings.topic_names.models, key=lane_key(0), source="test", partition=0)
+    return sealed_record(state, topic=settings.topic_names.models, key=lane_key(0), source="test", partition=0)
 
 
 async def mark_of(settings: Settings) -> int:
@@ -88,7 +88,7 @@ async def test_a_fenced_owner_can_not_commit_and_what_it_wrote_is_invisible(sett
 async def test_rule_02_a_refused_record_takes_its_whole_transaction_with_it(settings: Settings) -> None:
     owner = writer_of(settings)
     await owner.start()
-    too_large = Outgoing(topic=settings.topic_names.weights, key=b"m", value=b"x" * 1_500_000, headers=(), partition=0)
+    too_large = OutgoingRecord(topic=settings.topic_names.weights, key=b"m", value=b"x" * 1_500_000, headers=(), partition=0)
     with pytest.raises(OutcomeUnknownError):
         await owner.commit([lane_record(settings, 5), too_large], mark=5)
     await owner.stop()

@@ -3,11 +3,11 @@
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from tests.worker.test_cut import group, run_of
+from tests.worker.test_selection import group, run_of
 
-from headrace.consumers.lanes.expiry import expired, timed_out
-from headrace.consumers.memory.model_run import ModelRun
-from headrace.consumers.memory.waiting import Waiting
+from headrace.consumers.worker.clock import expired, timed_out
+from headrace.consumers.worker.lane_model import LaneModel
+from headrace.consumers.worker.pending import PendingGroup
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import OpenJob
@@ -17,8 +17,8 @@ SENT = datetime(2026, 1, 1, tzinfo=UTC)
 LIMIT = 3600.0
 
 
-def waiting(offset: int, timestamp_ms: int, job_id: str | None = None) -> Waiting:
-    return Waiting(offset=offset, group=group(f"g{offset}"), job_id=job_id, timestamp_ms=timestamp_ms)
+def waiting(offset: int, timestamp_ms: int, job_id: str | None = None) -> PendingGroup:
+    return PendingGroup(offset=offset, group=group(f"g{offset}"), job_id=job_id, timestamp_ms=timestamp_ms)
 
 
 def test_rule_07_a_group_is_refused_before_retention_takes_its_record() -> None:
@@ -40,7 +40,7 @@ def test_nothing_expires_where_the_log_is_kept_for_ever(retention_ms: int | None
     assert expired([waiting(1, 0)], now_ms=10**15, retention_ms=retention_ms) == []
 
 
-def job_with(came: int, of: int) -> ModelRun:
+def job_with(came: int, of: int) -> LaneModel:
     """A model with one job of `of` groups, `g0` to …, of which so many came; everything was sent at `SENT`."""
     run = run_of()
     run.open_job(TrainingJob(job_id="j", group_ids=tuple(f"g{i}" for i in range(of))), 100)
@@ -50,11 +50,11 @@ def job_with(came: int, of: int) -> ModelRun:
     return run
 
 
-def replace_since(run: ModelRun, since: datetime | None) -> OpenJob:
+def replace_since(run: LaneModel, since: datetime | None) -> OpenJob:
     return run.jobs["j"].model_copy(update={"since": since})
 
 
-def messages(run: ModelRun, seconds: float) -> list[str]:
+def messages(run: LaneModel, seconds: float) -> list[str]:
     found = timed_out(run.jobs, run.waiting.values(), now=SENT + timedelta(seconds=seconds), timeout_seconds=LIMIT)
     assert all(job.job_id == "j" for job in found)
     return [job.message for job in found]
@@ -79,10 +79,10 @@ def test_at_most_eight_missing_groups_are_named() -> None:
 
 def test_a_group_that_was_refused_came() -> None:
     run = job_with(came=1, of=2)
-    run.refuse(offset=7, group_id="g1", job_id="j", reason=RejectionReason.TOO_LONG, detail="long")
+    run.reject_group(offset=7, group_id="g1", job_id="j", reason=RejectionReason.TOO_LONG, detail="long")
     assert messages(run, 2 * LIMIT) == [], "the job is complete: it waits for its turn"
     run = job_with(came=1, of=3)
-    run.refuse(offset=7, group_id="g1", job_id="j", reason=RejectionReason.TOO_LONG, detail="long")
+    run.reject_group(offset=7, group_id="g1", job_id="j", reason=RejectionReason.TOO_LONG, detail="long")
     assert messages(run, LIMIT)[0].startswith("2 of 3 groups came (1 of them refused) within")
 
 

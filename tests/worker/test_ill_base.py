@@ -58,7 +58,7 @@ async def test_a_model_waits_for_its_base_model_whatever_is_wrong_there_and_goes
             view = await get_model(stage.settings, model.model_id)
             assert (view.status, "tokenizer" in (view.status_detail or "")) == ("waiting", True)
         async with stage.owner(lane) as owner:
-            await until(lambda: owner.lane._last is not None and first[1] < owner.book.position)
+            await until(lambda: owner.lane.models is not None and first[1] < owner.models.position)
             shutil.copy(tiny_model / "tokenizer.json", base)
             await seen.until_state(lambda state: "SafetensorError" in (state.waiting_for or ""), 30)
             second = await stage.send(model, text_group("c", 2), group("d", seed=3, version=None))

@@ -80,7 +80,7 @@ async def test_without_any_snapshot_a_model_is_resumed_from_its_published_weight
     assert rebased.resumed_from == 4
     assert len(trained) == 2
     assert [(event.group_id, event.reason) for event in refused] == [("g0", RejectionReason.DUPLICATE)]
-    assert "it goes on from the weights of version 4, with a new optimizer" in rebased.reason
+    assert "it continues from the weights of version 4, with a new optimizer" in rebased.reason
 
 
 async def test_a_model_of_which_nothing_can_be_read_says_what_can_be_done_and_is_deleted(stage: Stage) -> None:

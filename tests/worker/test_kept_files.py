@@ -8,7 +8,7 @@ from tests.worker.conftest import WorkerProcess, following, learner
 from tests.worker.groups import group
 from tests.worker.stored_steps import folders, put_folder
 
-from headrace.consumers.steps.attempts import Attempts
+from headrace.consumers.worker.attempts import Attempts
 from headrace.core.reports import read_report, read_rows
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store, read_manifest

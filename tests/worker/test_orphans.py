@@ -10,10 +10,10 @@ import pytest
 from tests.core.ledgers import record, write
 from tests.worker.stored_steps import folders, put_folder, state_of
 
-from headrace.consumers.lanes.writer import FencedError, LaneWriter
-from headrace.consumers.memory.outgoing import outgoing
-from headrace.consumers.steps.attempts import Attempts
 from headrace.consumers.steps.orphans import OrphanCollector, Owned
+from headrace.consumers.worker.attempts import Attempts
+from headrace.consumers.worker.commits import FencedError, LaneWriter
+from headrace.consumers.worker.outgoing import sealed_record
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
 from headrace.core.settings import KafkaSettings, Settings, TopicSettings, WorkerSettings
@@ -170,7 +170,7 @@ async def collect_as_a_fenced_owner(settings: Settings, files: FileStore, m: str
     lane = lane_of(m, LANES)
     old, new = LaneWriter(settings, lane, options), LaneWriter(settings, lane, options)
     state = LaneState(lane=lane, partitions=LANES)
-    said = outgoing(state, topic=settings.topic_names.models, key=lane_key(lane), source="test", partition=lane)
+    said = sealed_record(state, topic=settings.topic_names.models, key=lane_key(lane), source="test", partition=lane)
 
     class Frozen(Owner):
         async def owned(self) -> Owned:

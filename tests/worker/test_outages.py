@@ -11,7 +11,7 @@ from tests.worker.following import Following
 from tests.worker.groups import group
 from tests.worker.stage import Commit, Stage, offsets_of, until
 
-from headrace.consumers.store_check import check_store
+from headrace.consumers.worker.store_check import check_store
 from headrace.core import outages
 from headrace.core.kafka import client_options
 from headrace.core.local import LocalS3

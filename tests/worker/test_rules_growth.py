@@ -6,18 +6,17 @@ from dataclasses import replace
 import pytest
 from tests.core.ledgers import record
 from tests.worker.stage import Stage
-from tests.worker.test_cut import group, run_of
+from tests.worker.test_selection import group, reported, run_of
 
-from headrace.consumers.lanes.writer import LaneWriter
-from headrace.consumers.memory.duplicates import LISTED, DuplicateWindow
-from headrace.consumers.memory.held import MAX_PENDING
-from headrace.consumers.memory.model_run import ModelRun
-from headrace.consumers.memory.state_bounds import pending_room
-from headrace.consumers.memory.transaction import CommittedStep, build
-from headrace.consumers.memory.waiting import Waiting
+from headrace.consumers.worker.commits import LaneWriter
+from headrace.consumers.worker.duplicates import LISTED, DuplicateWindow
+from headrace.consumers.worker.lane_model import LaneModel
+from headrace.consumers.worker.lane_models import LaneModels
+from headrace.consumers.worker.pending import MAX_PENDING, PendingGroup, pending_room
+from headrace.consumers.worker.transaction import StepToCommit, build
 from headrace.core.kafka import client_options
 from headrace.core.reading import read_to_end
-from headrace.schemas.events import StepCompleted
+from headrace.schemas.events import GroupRejected, JobStateChanged, StepCompleted
 from headrace.schemas.jobs import JobState, TrainingJob
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import Intent, LaneState, ModelState, StepRecord
@@ -29,54 +28,54 @@ LONG = "é" * 256
 """The longest id that a group may have."""
 
 
-def admit(run: ModelRun, offset: int, job_id: str | None = None) -> None:
-    run.admit(Waiting(offset=offset, group=group(f"{offset:08d}-7d2f-4c3a-9b1e-0c5d2a6b8f"), job_id=job_id))
+def admit(run: LaneModel, offset: int, job_id: str | None = None) -> None:
+    run.admit(PendingGroup(offset=offset, group=group(f"{offset:08d}-7d2f-4c3a-9b1e-0c5d2a6b8f"), job_id=job_id))
 
 
-def many_jobs(run: ModelRun) -> None:
+def many_jobs(run: LaneModel) -> None:
     """An offline batch: each job is complete and waits for its turn."""
     for i in range(1500):
         job_id = f"{i:08d}-7d2f-4c3a-9b1e-0c5d2a6b8f11"
         admit(run, 2 * i, job_id)
         run.open_job(TrainingJob(job_id=job_id, group_ids=(run.waiting[2 * i].group.group_id,), config=TrainConfig()), 2 * i + 1)
-    failed = [event for event in run.job_events if event.state is JobState.FAILED]
+    failed = [event for event in reported(run, JobStateChanged) if event.state is JobState.FAILED]
     assert len(failed) + len(run.jobs) == 1500
     assert "backlog_full" in (failed[0].message or "")
-    assert {event.reason for event in run.rejected} == {RejectionReason.BACKLOG_FULL}
+    assert {event.reason for event in reported(run, GroupRejected)} == {RejectionReason.BACKLOG_FULL}
 
 
-def groups_of_jobs_that_never_come(run: ModelRun) -> None:
+def groups_of_jobs_that_never_come(run: LaneModel) -> None:
     for i in range(3500):
         admit(run, i, f"{i:08d}-7d2f-4c3a-9b1e-0c5d2a6b8f11")
 
 
-def a_job_id_that_somebody_gives_every_group(run: ModelRun) -> None:
+def a_job_id_that_somebody_gives_every_group(run: LaneModel) -> None:
     for i in range(4000):
-        run.refuse(offset=i, group_id=f"{i:06d}{LONG[:250]}", job_id="train", reason=RejectionReason.TOO_LONG, detail="x")
-    assert run.closed == ["train"]
+        run.reject_group(offset=i, group_id=f"{i:06d}{LONG[:250]}", job_id="train", reason=RejectionReason.TOO_LONG, detail="x")
+    assert run.draft.closed_jobs == ("train",)
 
 
-def a_job_that_names_one_group_again_and_again(run: ModelRun) -> None:
+def a_job_that_names_one_group_again_and_again(run: LaneModel) -> None:
     run.open_job(TrainingJob(job_id="j", group_ids=("a",) * 200_000), 0)
     assert run.jobs == {}
 
 
-def groups_that_never_train(run: ModelRun) -> None:
+def groups_that_never_train(run: LaneModel) -> None:
     """Each is admitted, and found stale at the cut."""
     run.window = DuplicateWindow(100_000)
     for i in range(110_000):
         run.window.add(str(i))
 
 
-def jobs_with_long_ids_that_ended(run: ModelRun) -> None:
+def jobs_with_long_ids_that_ended(run: LaneModel) -> None:
     for i in range(600):
         run.cancel_job(f"early {i} {LONG}"[:256], "x")
         run.open_job(TrainingJob(job_id=f"{i} {LONG}"[:256], group_ids=()), i)
         run.cancel_job(f"{i} {LONG}"[:256], "x")
-    assert run.closed[-1].startswith("599 ")
+    assert run.draft.closed_jobs[-1].startswith("599 ")
 
 
-def an_error_that_quotes_what_it_read(run: ModelRun) -> None:
+def an_error_that_quotes_what_it_read(run: LaneModel) -> None:
     run.open_job(TrainingJob(job_id="j", group_ids=()), 0)
     run.move_job("j", JobState.FAILED, message=LONG * 5000)
     run.set_status("diverged", LONG * 5000)
@@ -95,10 +94,10 @@ def an_error_that_quotes_what_it_read(run: ModelRun) -> None:
         an_error_that_quotes_what_it_read,
     ],
 )
-def test_rule_15_a_state_fits_into_a_record_whatever_comes(flood: Callable[[ModelRun], None]) -> None:
+def test_rule_15_a_state_fits_into_a_record_whatever_comes(flood: Callable[[LaneModel], None]) -> None:
     run = run_of()
     flood(run)
-    assert len(run.state_at(10**9).model_dump_json().encode()) < ROOM
+    assert len(run.next_change(10**9).state.model_dump_json().encode()) < ROOM
 
 
 def test_rule_15_fewer_groups_may_wait_where_the_id_of_their_job_is_long() -> None:
@@ -110,7 +109,7 @@ def test_rule_15_fewer_groups_may_wait_where_the_id_of_their_job_is_long() -> No
             admit(run, 10**9 + i, job_id)
         for i in range(pending_room(MAX_PENDING, job_id), pending_room(MAX_PENDING, None)):
             admit(run, 10**9 + i)
-        assert len(run.state_at(2 * 10**9).model_dump_json().encode()) < ROOM / 2
+        assert len(run.next_change(2 * 10**9).state.model_dump_json().encode()) < ROOM / 2
 
 
 def test_rule_15_a_window_whose_ids_do_not_all_fit_is_the_same_for_the_next_owner() -> None:
@@ -118,16 +117,16 @@ def test_rule_15_a_window_whose_ids_do_not_all_fit_is_the_same_for_the_next_owne
     for i in range(100):
         window.add(f"before {i}")
     snapshot = window.to_bytes()
-    window.snapshot_is_in(100)
+    window.snapshot_committed(100)
     for i in range(LISTED + 50):
         window.add(str(i))
-    assert [window.seen(name) for name in ("before 0", "49", "50")] == [True, False, True]
+    assert [window.contains(name) for name in ("before 0", "49", "50")] == [True, False, True]
     assert DuplicateWindow(100_000, snapshot, window.since_text()).to_bytes() == window.to_bytes()
     stored, held = window.to_bytes(), window.since
     for i in range(30):
         window.add(f"while it was stored {i}")
     since = window.since_text(held)
-    window.snapshot_is_in(held)
+    window.snapshot_committed(held)
     assert (window.since, window.since_text()) == (30, since)
     assert set(DuplicateWindow(100_000, stored, since).to_bytes()) >= set(window.to_bytes())
 
@@ -144,17 +143,19 @@ async def test_rule_15_the_broker_takes_a_full_state_and_the_record_of_a_step_of
     for i in range(LISTED):
         run.window.add(str(i))
     for i in range(500):
-        run.refuse(offset=i, group_id=f"r{i}", job_id=None, reason=RejectionReason.TOO_LONG, detail=LONG * 100)
-    run.intent = Intent(step=1, offsets=tuple(run.waiting), reason="linger")
+        run.reject_group(offset=i, group_id=f"r{i}", job_id=None, reason=RejectionReason.TOO_LONG, detail=LONG * 100)
+    run.change(intent=Intent(step=1, offsets=tuple(run.waiting), reason="linger"))
     writer = LaneWriter(stage.settings, lane, options)
     await writer.start()
     said = LaneState(lane=lane, partitions=stage.settings.topics.partitions)
-    full = build(topics=topics, source="test", lane=said, position=2 * 10**9, runs=[run], dead_letters=[])
+    models = LaneModels(state=said, position=2 * 10**9, models={"m": run})
+    full = build(models, topics=topics, source="test")
     await writer.commit(full.records, full.lane.mark)
-    full.apply()
+    full.apply(models)
     scattered = tuple(run.waiting)
     step = replace(step_of(run, scattered), offsets=scattered)
-    with_step = build(topics=topics, source="test", lane=full.lane, position=2 * 10**9, runs=[run], dead_letters=[], step=step)
+    run.use_groups(scattered)
+    with_step = build(models, topics=topics, source="test", step=step)
     await writer.commit(with_step.records, with_step.lane.mark)
     await writer.stop()
     (written,) = [StepRecord.model_validate_json(raw.value or b"") for raw in await read_to_end(options, topics.steps, [lane])]
@@ -166,9 +167,9 @@ async def test_rule_15_the_broker_takes_a_full_state_and_the_record_of_a_step_of
     assert sum(dict(raw.headers)["ce_type"] == b"headrace.group-rejected.v1" for raw in events) == 500
 
 
-def step_of(run: ModelRun, offsets: tuple[int, ...]) -> CommittedStep:
+def step_of(run: LaneModel, offsets: tuple[int, ...]) -> StepToCommit:
     ledger = record(1, offsets=offsets)
-    return CommittedStep(
+    return StepToCommit(
         model_id=ledger.model_id,
         record=ledger,
         completed=StepCompleted(

@@ -79,11 +79,13 @@ async def test_rule_07_records_that_were_lost_before_anybody_read_them_stop_the_
         async with stage.owner(lane):
             stopped = await seen.until_state(lambda state: state.status == "stopped")
             assert f"offsets {lost} to {lost} were deleted by retention before they were read" in (stopped.status_detail or "")
-            assert f"goes on without this 1 record, and trains on every group of this model from offset {left} on" in stopped.status_detail
+            assert (
+                f"continues without this 1 record, and trains on every group of this model from offset {left} on" in stopped.status_detail
+            )
             held = await stage.send(model, group("g1", seed=1, version=None), group("held", seed=2, version=None, job_id="j"))
             record = await stage.send_job(model, "j", "held")
         async with stage.owner(lane) as owner:
-            await until(lambda: owner.lane._last is not None and owner.book.position > record)
+            await until(lambda: owner.lane.models is not None and owner.models.position > record)
             assert seen.of(GroupRejected) == [], "what is still readable waits"
             await wait_for_model(stage.settings, await resume_model(stage.settings, model.model_id), 60)
             (refused,) = await seen.until(GroupRejected, 1)
@@ -194,7 +196,7 @@ async def test_rule_10_a_worker_that_ends_in_order_puts_no_batch_under_suspicion
     await stage.send_job(model, "j", "g0", "g1")
 
     async with stage.seen(model) as seen:
-        async with stage.world._turn, stage.owner(lane, release_seconds=0.1) as owner:  # the step waits for the device
+        async with stage.world.turn(), stage.owner(lane, release_seconds=0.1) as owner:  # the step waits for the device
             await seen.until_state(lambda state: state.intent is not None)
             await owner.leave()
         async with stage.owner(lane, max_step_attempts=1):

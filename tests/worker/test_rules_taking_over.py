@@ -7,7 +7,7 @@ from aiokafka.errors import KafkaConnectionError
 from tests.worker.groups import group
 from tests.worker.stage import SOON, Commit, Stage, offsets_of, until
 
-from headrace.consumers.lanes.writer import LaneWriter
+from headrace.consumers.worker.commits import LaneWriter
 from headrace.core.kafka import client_options
 from headrace.schemas.commands import DeleteModel
 from headrace.schemas.events import GroupRejected

@@ -9,9 +9,9 @@ from tests.worker.following import Following
 from tests.worker.groups import group
 from tests.worker.stage import Stage
 
-from headrace.consumers.memory.job_documents import evaluation_of
 from headrace.consumers.replay.run import Task, replay
 from headrace.consumers.replay.start import find_route
+from headrace.consumers.worker.jobs import evaluation_of
 from headrace.core.group_sets import store_groups
 from headrace.core.models import ModelView
 from headrace.core.step_range import StepRange

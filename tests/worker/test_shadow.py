@@ -16,15 +16,15 @@ from aiokafka import AIOKafkaProducer, ConsumerRecord, TopicPartition
 from pydantic import ValidationError
 from tests.worker.conftest import WorkerProcess, environment_of, following, learner
 from tests.worker.groups import group
-from tests.worker.test_cut import members, sequence
+from tests.worker.test_selection import members, sequence
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
-from headrace.consumers.lanes.commands import CommandHandler
-from headrace.consumers.lanes.recover import GroupsTopicChangedError, read_states
-from headrace.consumers.memory.book import LaneBook
-from headrace.consumers.steps.cut import judge
 from headrace.consumers.weights.feed import WeightFeed
+from headrace.consumers.worker.claim import GroupsTopicChangedError, read_states
+from headrace.consumers.worker.commands import CommandHandler
+from headrace.consumers.worker.lane_models import LaneModels
+from headrace.consumers.worker.selection import judge
 from headrace.core.errors import HeadraceError
 from headrace.core.jobs import ask
 from headrace.core.kafka import client_options
@@ -99,7 +99,7 @@ class Commands:
     """One lane's commands, as they come to its owner."""
 
     def __init__(self, settings: Settings, lane: int) -> None:
-        self.book = LaneBook(state=LaneState(lane=lane, partitions=LANES), position=7)
+        self.book = LaneModels(state=LaneState(lane=lane, partitions=LANES), position=7)
         self._handler = CommandHandler(settings, self.book)
 
     def apply(self, command: Command) -> None:
@@ -112,8 +112,8 @@ class Commands:
 
     def status(self, model_id: str) -> tuple[str, str]:
         """And its reason."""
-        run = self.book.runs[model_id]
-        return run.status, run.status_detail or ""
+        run = self.book.models[model_id]
+        return run.status, run.draft.status_detail or ""
 
 
 def creation(model_id: str, group: str, shadow_of: str | None) -> CreateModel:
@@ -154,7 +154,7 @@ def test_a_second_shadow_of_one_model_in_a_group_waits_until_the_first_is_gone(p
     lane.apply(ResumeModel(model_id="second"))
     assert (lane.status(away)[0], lane.status("second")[0]) == ("deleted", "active")
     assert not lane.book.dead_letters, "a shadow's commands are on the lane of the model that it shadows"
-    assert lane.book.runs["second"].state.scanned == 7
+    assert lane.book.models["second"].state.scanned == 7
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from threading import Lock
 from unittest import mock
 
 import pytest
-from tests.worker.test_cut import members, run_of
+from tests.worker.test_selection import members, run_of
 
-from headrace.consumers.memory.waiting import Waiting
 from headrace.consumers.steps import files
-from headrace.consumers.steps.cut import Batch
 from headrace.consumers.steps.files import read_duplicates, store_step
 from headrace.consumers.steps.report import build_report
+from headrace.consumers.worker.pending import PendingGroup
+from headrace.consumers.worker.selection import Batch
 from headrace.core.reports import read_report, read_rows
 from headrace.core.store import ObjectStore, StoreError, StoreUnavailableError, fetch_folder
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
@@ -54,8 +54,8 @@ def batch() -> Batch:
     some = replace(members("some", 0, 2), rejected=(GONE,))
     return Batch(
         groups=(
-            Waiting(offset=6, group=some, job_id="j", producer="agent/1"),
-            Waiting(offset=7, group=members("same", None), job_id="j"),
+            PendingGroup(offset=6, group=some, job_id="j", producer="agent/1"),
+            PendingGroup(offset=7, group=members("same", None), job_id="j"),
         ),
         job_id="j",
         cut="job",

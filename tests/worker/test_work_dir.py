@@ -5,9 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace.consumers.work_folder import WorkFolder
+from headrace.consumers.worker.work_folder import WorkFolder
 
-HOLDING = "import sys; from pathlib import Path; from headrace.consumers.work_folder import WorkFolder as W; w = W(Path(sys.argv[1])); "
+HOLDING = (
+    "import sys; from pathlib import Path; from headrace.consumers.worker.work_folder import WorkFolder as W; w = W(Path(sys.argv[1])); "
+)
 
 
 def test_folders_of_killed_workers_are_cleared_and_those_of_running_ones_and_of_others_stay(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from headrace.consumers.replay.run import ReplayedStep
 from headrace.consumers.replay.session import Outcome, Question, answer
 from headrace.consumers.replay.start import Route
 from headrace.consumers.replay.where import Where
-from headrace.consumers.steps.rerun import CannotRerunError, Rerun
+from headrace.consumers.worker.rerun import CannotRerunError, Rerun
 from headrace.core.models import get_model
 from headrace.core.settings import Settings
 from headrace.core.side_by_side import OptionDifference, SideBySide, option_differences, side_by_side

@@ -30,14 +30,14 @@ def worker(
     if launcher is not None and ranks is not None:
         raise typer.BadParameter(f"--ranks {ranks} under a launcher, which has started {launcher[0]} ranks: leave --ranks out")
     if launcher is not None and launcher[1].rank > 0:
-        from headrace.consumers.steps.world import world_settings  # noqa: PLC0415 - heavy
+        from headrace.consumers.worker.world import world_settings  # noqa: PLC0415 - heavy
 
         serve(world_settings(settings, launcher[0]), launcher[1])
         return
     if not settings.base_models:
         raise typer.BadParameter("no base models are configured: set base_models in the file that HEADRACE_CONFIG names")
     with importing():
-        from headrace.consumers.worker import Worker  # noqa: PLC0415 - heavy
+        from headrace.consumers.worker.process import Worker  # noqa: PLC0415 - heavy
 
     async def main() -> None:
         await Worker(settings).run()

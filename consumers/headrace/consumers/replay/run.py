@@ -17,9 +17,9 @@ from pathlib import Path
 
 from headrace.consumers.intake.admission_pool import AdmissionPool
 from headrace.consumers.replay.start import Route
-from headrace.consumers.steps.kl_references import KlReferences
-from headrace.consumers.steps.rerun import BEGIN_ANEW, Changes, Rerun, StepReruns, state_after
-from headrace.consumers.steps.world import TrainerWorld
+from headrace.consumers.worker.kl_references import KlReferences
+from headrace.consumers.worker.rerun import RESTART_CUTS, Changes, Rerun, StepReruns, key_after
+from headrace.consumers.worker.world import TrainerWorld
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
 from headrace.core.store import open_store, store_folder
@@ -141,7 +141,7 @@ class _Run:
         """Each step of the route."""
         before: StepRecord | None = None
         for record in self._task.route.records:
-            if record.cut in BEGIN_ANEW:
+            if record.cut in RESTART_CUTS:
                 yield ReplayedStep(record=record, rerun=None, forked=False, seconds=0.0)
             else:
                 step = await self._step(before, record)
@@ -175,7 +175,7 @@ class _Run:
         """The world that the step needs; and the snapshot to start from, where that world does not hold the state."""
         fork, device = self._fork_at(record), self._device
         shape, model = self._shape(record), self._task.model if fork is None else fork.model
-        if before is None or before.cut in BEGIN_ANEW:
+        if before is None or before.cut in RESTART_CUTS:
             start = self._task.route.start
             snapshot = before.snapshot if before is not None else self._task.start if start is None else start.snapshot
             if device is None or (device.shape, device.model) != (shape, model) or device.reads_carried:
@@ -211,7 +211,7 @@ class _Run:
     async def _carry(self, device: _Device, before: StepRecord) -> WeightsRef:
         """The state that a world holds, as a snapshot for the next one."""
         folder = self._folder / f"state-{before.step}"
-        await device.world.save(state_after(before), folder)
+        await device.world.save(key_after(before), folder)
         _, snapshot = await asyncio.to_thread(
             store_folder,
             self._carried,

@@ -20,7 +20,7 @@ from headrace.consumers.replay.groups import GroupReader, RawGroup, Selection
 from headrace.consumers.replay.publish import check_name, publish_fork
 from headrace.consumers.replay.run import Fork, ReplayedStep, Task, replay
 from headrace.consumers.replay.start import NothingToReplayError, Route, find_route
-from headrace.consumers.steps.rerun import BEGIN_ANEW, Changes, offsets_of
+from headrace.consumers.worker.rerun import RESTART_CUTS, Changes, offsets_of
 from headrace.core.model_views import ModelView
 from headrace.core.models import check_base_model, get_model
 from headrace.core.settings import Settings
@@ -123,7 +123,7 @@ async def _checked(settings: Settings, question: Question) -> tuple[ModelState, 
     route = await find_route(settings, open_store(settings.store.url, settings.s3), state, question.steps)
     asked = [record for record in route.records if record.step >= route.first]
     kept = question.publish is not None or question.keep is not None
-    anew = next((record for record in (asked if question.forks else asked[-1:] if kept else ()) if record.cut in BEGIN_ANEW), None)
+    anew = next((record for record in (asked if question.forks else asked[-1:] if kept else ()) if record.cut in RESTART_CUTS), None)
     if anew is not None:
         raise NothingToReplayError(f"step {anew.step} is {anew.cut}: it trained nothing and began again; choose steps before or behind it")
     await _check_excluded(settings, state, asked, question.exclude)

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from headrace.consumers.steps.kept_snapshots import stored_snapshots
-from headrace.consumers.steps.rerun import BEGIN_ANEW
+from headrace.consumers.worker.rerun import RESTART_CUTS
 from headrace.core.errors import HeadraceError
 from headrace.core.ledger import read_ledger, stream_ledger
 from headrace.core.settings import Settings
@@ -91,7 +91,7 @@ async def _bounds(settings: Settings, store: ObjectStore, state: ModelState, ste
             end = record.step
             snapshot = record.snapshot or between.get((record.step, record.attempt))
             if snapshot is not None:
-                once.append(_Stored(step=record.step, snapshot=snapshot, anew=record.cut in BEGIN_ANEW))
+                once.append(_Stored(step=record.step, snapshot=snapshot, anew=record.cut in RESTART_CUTS))
     first, last = steps.first or 1, end if steps.last is None else steps.last
     if end == 0:
         raise NothingToReplayError(f"{state.name} has no step yet")

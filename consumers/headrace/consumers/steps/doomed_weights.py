@@ -11,8 +11,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from headrace.consumers.memory.model_run import ModelRun
 from headrace.consumers.steps.folders import delete_folder, list_folders
+from headrace.consumers.worker.lane_model import LaneModel
 from headrace.core.errors import HeadraceError
 from headrace.core.store import ObjectStore
 from headrace.schemas.state import DoomedWeights, offset_ranges
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 EVERY_SECONDS = 2.0
 
 
-def doom(run: ModelRun, spans: Iterable[tuple[int, int]], *, running: bool) -> None:
+def doom(run: LaneModel, spans: Iterable[tuple[int, int]], *, running: bool) -> None:
     """Note that weights are to go.
 
     Args:
@@ -42,12 +42,12 @@ def doom(run: ModelRun, spans: Iterable[tuple[int, int]], *, running: bool) -> N
         run.touch(urgent=True)
 
 
-def is_doomed(run: ModelRun, step: int) -> bool:
+def is_doomed(run: LaneModel, step: int) -> bool:
     """Whether a step's weights are to go: no step begins any more that reads them."""
     return any(first <= step <= last for batch in run.doomed for first, last in batch.steps)
 
 
-def due(run: ModelRun) -> list[int]:
+def due(run: LaneModel) -> list[int]:
     """Steps whose weights nothing needs, by what is committed."""
     ready = (batch for batch in run.doomed if batch in run.state.doomed and batch.after <= run.state.snapshot_step)
     return [step for batch in ready for step in _steps(batch) if step != run.state.policy_version]
@@ -63,7 +63,7 @@ class WeightsDeleter:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
-    async def run(self, runs: Callable[[], Iterable[ModelRun]]) -> None:
+    async def run(self, runs: Callable[[], Iterable[LaneModel]]) -> None:
         """Delete what is due, again and again, until cancelled. What fails is logged and tried again."""
         while True:
             for run in list(runs()):
@@ -73,7 +73,7 @@ class WeightsDeleter:
                     logger.warning("deleted checkpoints of %s stay for now: %s", run.state.name, error)
             await asyncio.sleep(EVERY_SECONDS)
 
-    async def collect(self, run: ModelRun) -> None:
+    async def collect(self, run: LaneModel) -> None:
         """Delete what is due of one model, and note it for the next commit.
 
         Raises:

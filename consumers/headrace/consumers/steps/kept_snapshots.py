@@ -9,10 +9,10 @@ import asyncio
 
 from pydantic import ValidationError
 
-from headrace.consumers.memory.duplicates import LISTED as LISTED_IDS
-from headrace.consumers.memory.duplicates import DuplicateWindow
 from headrace.consumers.steps.files import read_duplicates, read_whole
 from headrace.consumers.steps.folders import StepFolder, list_folders
+from headrace.consumers.worker.duplicates import LISTED as LISTED_IDS
+from headrace.consumers.worker.duplicates import DuplicateWindow
 from headrace.core.ledger import read_ledger
 from headrace.core.reports import NoReportError, read_report
 from headrace.core.settings import Settings

@@ -19,8 +19,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from headrace.consumers.steps.attempts import Attempts
 from headrace.consumers.steps.folders import StepFolder, delete_folder, list_folders
+from headrace.consumers.worker.attempts import Attempts
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
 from headrace.core.reading import offsets_since, stream_to_end

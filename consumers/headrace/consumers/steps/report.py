@@ -8,8 +8,8 @@ Gives up: refusals that the worker did not see (another owner's, before it); all
 from collections.abc import Mapping, Sequence
 from math import isfinite
 
-from headrace.consumers.memory.waiting import Waiting
-from headrace.consumers.steps.cut import Batch
+from headrace.consumers.worker.pending import PendingGroup
+from headrace.consumers.worker.selection import Batch
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
 from headrace.schemas.report import ReportedGroup, ReportedTrajectory, RowsKept, StepReport
 from headrace.trainer.advantages import batch_credits
@@ -64,7 +64,7 @@ def build_report(
     )
 
 
-def _groups(plan: StepPlan, waiting: Sequence[Waiting]) -> tuple[ReportedGroup, ...]:
+def _groups(plan: StepPlan, waiting: Sequence[PendingGroup]) -> tuple[ReportedGroup, ...]:
     advantages = None if plan.sft is not None or plan.forward_only else _advantages(plan)
     return tuple(
         ReportedGroup(
