@@ -24,9 +24,9 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from benchmarks.groups import hosted_json
 from benchmarks.measuring import Comparison, Rates, Table
 
-from headrace.consumers.intake.admission import AdmissionRequest, Admitted
-from headrace.consumers.intake.admission_pool import AdmissionPool
-from headrace.consumers.lanes.reader import LaneReader
+from headrace.consumers.worker.admission.messages import AdmissionRequest, Admitted
+from headrace.consumers.worker.admission.pool import AdmissionPool
+from headrace.consumers.worker.reader import LaneReader
 from headrace.core.kafka import client_options
 from headrace.core.kept_memory import keep_memory
 from headrace.core.local import LocalBroker

@@ -14,7 +14,7 @@ import torch  # noqa: F401 - preloaded
 from tests.chaos import worker_main  # noqa: F401 - preloaded
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM  # noqa: F401 - preloaded
 
-from headrace.consumers.intake import admitting, worker  # noqa: F401 - preloaded
+from headrace.consumers.worker.admission import admit  # noqa: F401 - preloaded
 from headrace.trainer import engine  # noqa: F401 - preloaded
 
 assert deepspeed.__version__

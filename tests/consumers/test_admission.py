@@ -12,8 +12,8 @@ from tests.consumers.test_plain_groups import packed, raw_group
 from tests.consumers.test_plain_groups import request as plain_request
 from tests.consumers.tiny_model import TEMPLATE
 
-from headrace.consumers.intake.admission import AdmissionRequest, Admitted, NotTokenized, Refused, Unreadable
-from headrace.consumers.intake.admission_pool import AdmissionPool
+from headrace.consumers.worker.admission.messages import AdmissionRequest, Admitted, NotTokenized, Refused, Unreadable
+from headrace.consumers.worker.admission.pool import AdmissionPool
 from headrace.core.settings import Settings, StoreSettings
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.training import ModelSettings
@@ -107,7 +107,7 @@ async def test_a_record_that_never_ends_is_refused_alone(base_with: Path, pool: 
 def test_the_tokenizing_process_imports_no_torch(tiny_model: Path) -> None:
     code = (
         "import sys\n"
-        "from headrace.consumers.intake.admitting import limits_of, prepare\n"
+        "from headrace.consumers.worker.admission.admit import limits_of, prepare\n"
         "from headrace.core.settings import Settings\n"
         "from headrace.trainer.plan import BaseSource\n"
         "prepare(Settings(), 0, None)\n"

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from headrace.cli.docs import app as docs
 from headrace.consumers.asyncapi import asyncapi_document, asyncapi_yaml
-from headrace.consumers.events import Events
+from headrace.consumers.subscribers.events import Events
 from headrace.consumers.worker.outgoing import dead_letter
 from headrace.core.settings import KafkaSettings, Settings
 from headrace.schemas.carried import CARRIED

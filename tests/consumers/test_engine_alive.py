@@ -6,7 +6,7 @@ from pathlib import Path
 from aiokafka import AIOKafkaConsumer, ConsumerRecord
 from tests.gateway.conftest import gateway_settings
 
-from headrace.consumers.weights.acks import AckTopic
+from headrace.consumers.subscribers.engine_acks import AckTopic
 from headrace.core.kafka import client_options
 from headrace.core.topic_admin import apply
 from headrace.schemas.envelope import header_text, open_record

@@ -11,8 +11,8 @@ from faststream import Context, FastStream
 from faststream.kafka import KafkaBroker
 from pydantic import BaseModel
 
-from headrace.consumers.event_broker import event_broker
-from headrace.consumers.events import Events, MissingTopicError
+from headrace.consumers.subscribers.event_broker import event_broker
+from headrace.consumers.subscribers.events import Events, MissingTopicError
 from headrace.core.settings import KafkaSettings, Settings, TopicSettings
 from headrace.schemas.carried import CARRIED, topic_of
 from headrace.schemas.dead_letters import DeadLetterResolved
@@ -346,6 +346,6 @@ async def test_run_prints_steps_until_sigterm_and_says_what_is_missing(settings,
     _, said = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 1
     assert said.decode().rstrip().splitlines()[-1] == (
-        "headrace.consumers.events.MissingTopicError: Kafka has no topic nothing-here.training-events: "
+        "headrace.consumers.subscribers.events.MissingTopicError: Kafka has no topic nothing-here.training-events: "
         "run `headrace topics apply`, or correct topics.prefix"
     )

@@ -11,10 +11,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from headrace.consumers.sampling import local_engine
-from headrace.consumers.sampling.engine_weights import WeightsMismatchError
-from headrace.consumers.sampling.generation import Generation
-from headrace.consumers.sampling.local_engine import LocalEngine
+from headrace.engine.sampling import local_engine
+from headrace.engine.sampling.engine_weights import WeightsMismatchError
+from headrace.engine.sampling.generation import Generation
+from headrace.engine.sampling.local_engine import LocalEngine
 from headrace.schemas.codec import SampledGroup, decode_group, encode_safetensors, sampled
 from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.consumers.intake.admission import AdmissionRequest, Admitted, Unreadable
-from headrace.consumers.intake.admitting import admit, limits_of
-from headrace.consumers.intake.plain_groups import MAX_JSON_BYTES, admit_plain, plain_size
+from headrace.consumers.worker.admission.admit import admit, limits_of
+from headrace.consumers.worker.admission.messages import AdmissionRequest, Admitted, Unreadable
+from headrace.consumers.worker.admission.plain_groups import MAX_JSON_BYTES, admit_plain, plain_size
 from headrace.schemas.codec import SAFETENSORS_TYPE
 from headrace.schemas.training import BatchPolicy, ModelSettings, TrainConfig
 from headrace.trainer.groups import TokenizedGroup

@@ -7,13 +7,13 @@ import pytest
 from tests.core.ledgers import record
 from tests.poison import send_record, write_poison
 
-from headrace.consumers.events import Events
-from headrace.consumers.serving.model_watch import ModelWatch
+from headrace.consumers.subscribers.events import Events
 from headrace.consumers.worker.claim import UnreadableStateError, read_states
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
 from headrace.core.models import create_model
 from headrace.core.settings import BaseModelEntry, Settings
+from headrace.engine.serving.model_watch import ModelWatch
 from headrace.schemas import topics
 from headrace.schemas.carried import CARRIED
 from headrace.schemas.envelope import type_of

@@ -11,10 +11,10 @@ from tests.consumers.test_admission import HANGS, request
 from tests.consumers.test_plain_groups import content
 from tests.consumers.tiny_model import TEMPLATE
 
-from headrace.consumers.intake import shared_values
-from headrace.consumers.intake.admission import AdmissionRequest, Admitted, Refused, Unreadable
-from headrace.consumers.intake.admission_pool import AdmissionPool
-from headrace.consumers.intake.shared_values import SharedValues, hand_back
+from headrace.consumers.worker.admission import shared_values
+from headrace.consumers.worker.admission.messages import AdmissionRequest, Admitted, Refused, Unreadable
+from headrace.consumers.worker.admission.pool import AdmissionPool
+from headrace.consumers.worker.admission.shared_values import SharedValues, hand_back
 from headrace.core.settings import Settings, StoreSettings
 from headrace.schemas.reasons import RejectionReason
 from headrace.trainer.groups import TokenizedGroup, TokenizedTrajectory, TokenSequence

@@ -8,8 +8,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from safetensors.torch import load_file, save_file
 from tests.poison import write_poison
 
-from headrace.consumers.weights.adapters import CallableAdapter, LocalEngineAdapter
-from headrace.consumers.weights.subscriber import ModelDeletedError, WeightSubscriber
+from headrace.consumers.subscribers.weight_adapters import CallableAdapter, LocalEngineAdapter
+from headrace.consumers.subscribers.weight_subscriber import ModelDeletedError, WeightSubscriber
 from headrace.core.kafka import KafkaUnavailableError
 from headrace.core.lanes import lane_of
 from headrace.core.models import UnknownModelError, create_model, model_id_of
@@ -429,7 +429,7 @@ async def test_it_follows_a_model_or_a_deployment_not_both(subscribe):
 
 
 async def test_a_local_engine_serves_what_was_published_to_s3(stored_settings, producer, s3, tiny_model, tmp_path):
-    from headrace.consumers.sampling.local_engine import LocalEngine  # noqa: PLC0415 - only this test needs torch
+    from headrace.engine.sampling.local_engine import LocalEngine  # noqa: PLC0415 - only this test needs torch
 
     stored = stored_settings.model_copy(
         update={

@@ -7,11 +7,11 @@ from statistics import fmean
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.consumers.sampling.local_engine import LocalEngine
 from headrace.demo import base_model
 from headrace.demo.base_model import WORDS, save_tokenizer
 from headrace.demo.tasks import VaultTask
 from headrace.demo.vault import END, KEYS, SECRETS, draw_episode
+from headrace.engine.sampling.local_engine import LocalEngine
 from headrace.schemas.chat import Choice, Message
 
 

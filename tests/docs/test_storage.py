@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from headrace.consumers.steps.folders import KINDS, folder_key
 from headrace.consumers.worker.clock import SHARE
+from headrace.consumers.worker.storage.step_folders import KINDS, folder_key
 from headrace.core.settings import Settings, WorkerSettings
 from headrace.core.store.folders import MANIFEST
 from headrace.schemas.report import REPORT_FILE, ROWS_FILE

@@ -16,8 +16,8 @@ from headrace.core.models import create_model, delete_model
 from headrace.core.settings import BaseModelEntry, KafkaSettings, Settings, StoreSettings, TopicSettings
 from headrace.core.store import open_store, store_folder
 from headrace.core.topic_admin import apply
-from headrace.engine.options import EngineOptions, listen
-from headrace.engine.serve import EngineProcess
+from headrace.engine.http.options import EngineOptions, listen
+from headrace.engine.http.serve import EngineProcess
 from headrace.schemas.envelope import header_text, open_record, seal
 from headrace.schemas.state import ModelState
 from headrace.schemas.training import ModelSettings

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from headrace.consumers.sampling.batching import Batcher, EngineBusyError, SampleJob, SamplingError
-from headrace.consumers.sampling.drawing import RowDraw
-from headrace.consumers.sampling.policy_engine import PolicyEngine
-from headrace.consumers.sampling.sampled_row import RowPiece, RowRequest, SampledRow
+from headrace.engine.sampling.batching import Batcher, EngineBusyError, SampleJob, SamplingError
+from headrace.engine.sampling.drawing import RowDraw
+from headrace.engine.sampling.policy_engine import PolicyEngine
+from headrace.engine.sampling.sampled_row import RowPiece, RowRequest, SampledRow
 
 SOON = 30.0
 

@@ -9,11 +9,11 @@ from tests.trainer.test_chat_templates import THINKING
 from tests.trainer.tiny import TEMPLATE, save_byte_tokenizer
 from transformers import AddedToken, AutoTokenizer
 
-from headrace.consumers.sampling.sampled_row import RowPiece
-from headrace.consumers.serving.served_model import Policy
-from headrace.engine.answers import ChatAnswer, Readers
-from headrace.engine.requests import ChatRequest
-from headrace.engine.thoughts import ThoughtReader, ThoughtStream
+from headrace.engine.http.answers import ChatAnswer, Readers
+from headrace.engine.http.requests import ChatRequest
+from headrace.engine.http.thoughts import ThoughtReader, ThoughtStream
+from headrace.engine.sampling.sampled_row import RowPiece
+from headrace.engine.serving.served_model import Policy
 
 MARKS = ("<think>", "</think>")
 

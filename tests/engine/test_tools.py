@@ -15,7 +15,7 @@ from tests.engine.site import BASE, running, site_with
 from tests.trainer.tiny import save_byte_tokenizer
 from transformers import AddedToken, AutoTokenizer
 
-from headrace.engine.tool_calls import ToolCallReader, ToolCallStream
+from headrace.engine.http.tool_calls import ToolCallReader, ToolCallStream
 from headrace.schemas.chat import Tool, ToolCall
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}}}]

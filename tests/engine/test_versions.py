@@ -18,8 +18,8 @@ from tests.engine.site import Acks, Site, running
 from transformers import AutoModelForCausalLM
 
 from headrace.core.models import UnknownModelError, create_model, get_model
-from headrace.engine.options import EngineOptions, listen
-from headrace.engine.serve import EngineProcess
+from headrace.engine.http.options import EngineOptions, listen
+from headrace.engine.http.serve import EngineProcess
 from headrace.schemas.base import utc_now
 from headrace.schemas.deployments import DeployedModel, DeploymentFact, deployed_model_key, deployment_key
 from headrace.schemas.training import ModelSettings

@@ -26,7 +26,7 @@ from pydantic import BaseModel
 from tests.worker.following import Following
 from tests.worker.learners import learner_settings
 
-from headrace.consumers.intake.admission_pool import AdmissionPool
+from headrace.consumers.worker.admission.pool import AdmissionPool
 from headrace.consumers.worker.commits import LaneWriter
 from headrace.consumers.worker.lane import Lane
 from headrace.consumers.worker.lane_model import LaneModel

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from tests.worker.learners import learner_settings
 
-from headrace.consumers.steps.doomed_weights import WeightsDeleter, doom, due, is_doomed
 from headrace.consumers.worker.duplicates import DuplicateWindow
 from headrace.consumers.worker.kl_references import KlReferences, ReferencedStep, ReferenceMissingError
 from headrace.consumers.worker.lane_model import LaneModel
+from headrace.consumers.worker.storage.deleted_weights import WeightsDeleter, doom, due, is_doomed
 from headrace.core.settings import S3Settings
 from headrace.core.store import ObjectStore, open_store, store_folder
 from headrace.schemas.state import ModelState

@@ -22,8 +22,8 @@ from tests.gateway.conftest import running as running_gateway
 from tests.worker.conftest import WorkerProcess, following, learner, settings_of
 from tests.worker.groups import group
 
-from headrace.consumers.weights.adapters import CallableAdapter
-from headrace.consumers.weights.subscriber import WeightSubscriber
+from headrace.consumers.subscribers.weight_adapters import CallableAdapter
+from headrace.consumers.subscribers.weight_subscriber import WeightSubscriber
 from headrace.core.kafka import client_options
 from headrace.core.local import LocalBroker
 from headrace.core.settings import KafkaSettings, Settings

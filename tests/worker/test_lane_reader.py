@@ -3,7 +3,7 @@
 from aiokafka import AIOKafkaProducer
 from tests.unreadable import send_unreadable
 
-from headrace.consumers.lanes.reader import LaneReader
+from headrace.consumers.worker.reader import LaneReader
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
 from headrace.core.models import create_model

@@ -10,10 +10,10 @@ import pytest
 from tests.core.ledgers import record, write
 from tests.worker.stored_steps import folders, put_folder, state_of
 
-from headrace.consumers.steps.orphans import OrphanCollector, Owned
 from headrace.consumers.worker.attempts import Attempts
 from headrace.consumers.worker.commits import FencedError, LaneWriter
 from headrace.consumers.worker.outgoing import sealed_record
+from headrace.consumers.worker.storage.orphans import OrphanCollector, Owned
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
 from headrace.core.settings import KafkaSettings, Settings, TopicSettings, WorkerSettings

@@ -15,10 +15,10 @@ from tests.worker.groups import group
 from tests.worker.stage import SOON, Commit, Owner, Stage, offsets_of, until
 from tests.worker.test_selection import admit, members, run_of
 
-from headrace.consumers.steps.files import StoredStep, store_step
 from headrace.consumers.worker.pending import PendingGroup
 from headrace.consumers.worker.pipeline import Pipeline, PreparedPhase, is_transition_valid
 from headrace.consumers.worker.selection import select_batch, select_following
+from headrace.consumers.worker.storage.step_files import StoredStep, store_step
 from headrace.consumers.worker.world import Turn
 from headrace.core.store import ObjectStore
 from headrace.schemas.commands import DeleteModel

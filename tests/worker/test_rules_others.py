@@ -12,8 +12,8 @@ from aiokafka import AIOKafkaProducer
 from tests.worker.groups import group
 from tests.worker.stage import SOON, Stage, offsets_of
 
-from headrace.consumers.weights.adapters import CallableAdapter
-from headrace.consumers.weights.subscriber import WeightSubscriber
+from headrace.consumers.subscribers.weight_adapters import CallableAdapter
+from headrace.consumers.subscribers.weight_subscriber import WeightSubscriber
 from headrace.core.durability import durability
 from headrace.core.fetching import fetch_offsets
 from headrace.core.jobs import get_job

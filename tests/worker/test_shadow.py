@@ -20,7 +20,7 @@ from tests.worker.test_selection import members, sequence
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
-from headrace.consumers.weights.feed import WeightFeed
+from headrace.consumers.subscribers.weight_feed import WeightFeed
 from headrace.consumers.worker.claim import GroupsTopicChangedError, read_states
 from headrace.consumers.worker.commands import CommandHandler
 from headrace.consumers.worker.lane_models import LaneModels

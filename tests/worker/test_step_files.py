@@ -1,4 +1,4 @@
-"""What a step stores: its report, and what else it wrote; against files and a real S3 server."""
+"""What a step stores: its report, and what else it wrote; against step_files and a real S3 server."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 from tests.worker.test_selection import members, run_of
 
-from headrace.consumers.steps import files
-from headrace.consumers.steps.files import read_duplicates, store_step
-from headrace.consumers.steps.report import build_report
 from headrace.consumers.worker.pending import PendingGroup
 from headrace.consumers.worker.selection import Batch
+from headrace.consumers.worker.storage import step_files
+from headrace.consumers.worker.storage.step_files import read_duplicates, store_step
+from headrace.consumers.worker.storage.step_report import build_report
 from headrace.core.reports import read_report, read_rows
 from headrace.core.store import ObjectStore, StoreError, StoreUnavailableError, fetch_folder
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
@@ -164,7 +164,7 @@ async def test_rule_14_what_is_damaged_between_its_upload_and_the_commit_is_foun
 ) -> None:
     out, report = out_dir(tmp_path, "weights/w", "snapshot/s"), report_of(batch())
     damages = [f"models/m/i/{file}"]
-    really, first = files._read_back, Lock()
+    really, first = step_files._read_back, Lock()
 
     def read_back(one: ObjectStore, ref: WeightsRef) -> None:
         with first:
@@ -172,7 +172,7 @@ async def test_rule_14_what_is_damaged_between_its_upload_and_the_commit_is_foun
                 damage(store, damages.pop())
         really(one, ref)
 
-    with mock.patch.object(files, "_read_back", read_back):
+    with mock.patch.object(step_files, "_read_back", read_back):
         with pytest.raises(StoreUnavailableError, match="was damaged before its commit, and is stored once more"):
             await store_step(store, out, RESULT, b"window", report)
         stored = await store_step(store, out, RESULT, b"window", report)
@@ -190,5 +190,5 @@ async def test_a_step_without_snapshot_rows_and_plots_stores_weights_and_report_
 
 
 async def test_a_step_without_weights_is_refused(store: ObjectStore, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="weights has no files"):
+    with pytest.raises(StoreError, match="weights has no step_files"):
         await store_step(store, out_dir(tmp_path, "snapshot/s"), RESULT, b"", report_of(batch()))

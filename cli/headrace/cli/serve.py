@@ -73,7 +73,7 @@ def engine(  # noqa: PLR0917 - typer passes them by name
     """Serve every model of a base model to OpenAI clients, each version under the name MODEL_ID@VERSION; follow published versions."""
     from headrace.core.kafka import require_bootstrap  # noqa: PLC0415 - heavy
     from headrace.core.settings import Settings  # noqa: PLC0415
-    from headrace.engine.options import EngineOptions, base_model_entry, listen  # noqa: PLC0415
+    from headrace.engine.http.options import EngineOptions, base_model_entry, listen  # noqa: PLC0415
 
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings()
@@ -94,7 +94,7 @@ def engine(  # noqa: PLR0917 - typer passes them by name
     base_model_entry(settings, base_model)
     with listen(host, port) as listener:
         with importing():
-            from headrace.engine.serve import EngineProcess  # noqa: PLC0415 - seconds
+            from headrace.engine.http.serve import EngineProcess  # noqa: PLC0415 - seconds
 
         typer.echo(f"Serving {base_model} at {options.url(listener)}")
 

@@ -7,26 +7,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.consumers.events import Events
-    from headrace.consumers.sampling.generation import Generation
-    from headrace.consumers.sampling.local_engine import LocalEngine
-    from headrace.consumers.weights.adapters import CallableAdapter, LocalEngineAdapter, WeightAdapter
-    from headrace.consumers.weights.subscriber import WeightSubscriber
+    from headrace.consumers.subscribers.events import Events
+    from headrace.consumers.subscribers.weight_adapters import CallableAdapter, LocalEngineAdapter, WeightAdapter
+    from headrace.consumers.subscribers.weight_subscriber import WeightSubscriber
+    from headrace.engine.sampling.generation import Generation
+    from headrace.engine.sampling.local_engine import LocalEngine
 
 __all__ = ["CallableAdapter", "Events", "Generation", "LocalEngine", "LocalEngineAdapter", "WeightAdapter", "WeightSubscriber"]
 
 _MODULES = {
-    "CallableAdapter": "weights.adapters",
-    "Events": "events",
-    "Generation": "sampling.generation",
-    "LocalEngine": "sampling.local_engine",
-    "LocalEngineAdapter": "weights.adapters",
-    "WeightAdapter": "weights.adapters",
-    "WeightSubscriber": "weights.subscriber",
+    "CallableAdapter": "headrace.consumers.subscribers.weight_adapters",
+    "Events": "headrace.consumers.subscribers.events",
+    "Generation": "headrace.engine.sampling.generation",
+    "LocalEngine": "headrace.engine.sampling.local_engine",
+    "LocalEngineAdapter": "headrace.consumers.subscribers.weight_adapters",
+    "WeightAdapter": "headrace.consumers.subscribers.weight_adapters",
+    "WeightSubscriber": "headrace.consumers.subscribers.weight_subscriber",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.consumers.sampling.generation import Generation
-from headrace.consumers.sampling.local_engine import LocalEngine
 from headrace.demo import arithmetic, vault
+from headrace.engine.sampling.generation import Generation
+from headrace.engine.sampling.local_engine import LocalEngine
 from headrace.schemas.chat import ChoiceMessage, Message, MessageOrChoice, Tool, ToolCall, ToolCallFunction
 from headrace.schemas.codec import SampledGroup
 from headrace.schemas.trajectory import Trajectory, TrajectoryGroup

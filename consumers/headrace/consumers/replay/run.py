@@ -15,8 +15,8 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.consumers.intake.admission_pool import AdmissionPool
 from headrace.consumers.replay.start import Route
+from headrace.consumers.worker.admission.pool import AdmissionPool
 from headrace.consumers.worker.kl_references import KlReferences
 from headrace.consumers.worker.rerun import RESTART_CUTS, Changes, Rerun, StepReruns, key_after
 from headrace.consumers.worker.world import TrainerWorld

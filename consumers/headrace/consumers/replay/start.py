@@ -10,8 +10,8 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from headrace.consumers.steps.kept_snapshots import stored_snapshots
 from headrace.consumers.worker.rerun import RESTART_CUTS
+from headrace.consumers.worker.storage.stored_snapshots import stored_snapshots
 from headrace.core.errors import HeadraceError
 from headrace.core.ledger import read_ledger, stream_ledger
 from headrace.core.settings import Settings

@@ -11,11 +11,11 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from headrace.consumers.steps.kept_snapshots import unknown_versions, window_of
 from headrace.consumers.worker.base_models import base_problem, resume_with_base, wait_for_base
 from headrace.consumers.worker.intake import LaneIntake
 from headrace.consumers.worker.lane_model import LaneModel
 from headrace.consumers.worker.lane_models import LaneModels
+from headrace.consumers.worker.storage.stored_snapshots import unknown_versions, window_of
 from headrace.core.errors import HeadraceError
 from headrace.core.fetching import fetch_offsets
 from headrace.core.kafka import ClientOptions

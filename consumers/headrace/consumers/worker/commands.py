@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from aiokafka import ConsumerRecord
 from pydantic import BaseModel
 
-from headrace.consumers.steps.doomed_weights import doom
 from headrace.consumers.worker.base_models import base_problem, settings_problem, wait_for_base
 from headrace.consumers.worker.duplicates import DuplicateWindow
 from headrace.consumers.worker.lane_model import LaneModel
 from headrace.consumers.worker.lane_models import LaneModels
 from headrace.consumers.worker.outgoing import dead_letter
+from headrace.consumers.worker.storage.deleted_weights import doom
 from headrace.core.lanes import lane_of
 from headrace.core.model_views import incarnation_of
 from headrace.core.polling import UnreadableRecord

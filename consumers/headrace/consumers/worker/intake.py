@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from aiokafka import ConsumerRecord
 
-from headrace.consumers.intake.admission import (
+from headrace.consumers.worker.admission.messages import (
     AdmissionRequest,
     AdmissionResult,
     Admitted,
@@ -20,14 +20,14 @@ from headrace.consumers.intake.admission import (
     Unreadable,
     check_base,
 )
-from headrace.consumers.intake.admission_pool import AdmissionPool
-from headrace.consumers.lanes.reader import LaneReader
+from headrace.consumers.worker.admission.pool import AdmissionPool
 from headrace.consumers.worker.base_models import base_source, wait_for_base
 from headrace.consumers.worker.commands import CommandHandler
 from headrace.consumers.worker.lane_model import LaneModel
 from headrace.consumers.worker.lane_models import LaneModels
 from headrace.consumers.worker.outgoing import dead_letter
 from headrace.consumers.worker.pending import MAX_PENDING, PendingGroup, pending_room
+from headrace.consumers.worker.reader import LaneReader
 from headrace.consumers.worker.selection import has_all_groups
 from headrace.core.lanes import lane_of
 from headrace.core.outages import outlast

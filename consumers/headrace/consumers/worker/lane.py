@@ -17,10 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from headrace.consumers.intake.admission_pool import AdmissionPool
-from headrace.consumers.lanes.reader import LaneReader
-from headrace.consumers.steps.doomed_weights import WeightsDeleter
-from headrace.consumers.steps.orphans import OrphanCollector, Owned
+from headrace.consumers.worker.admission.pool import AdmissionPool
 from headrace.consumers.worker.claim import load_models, read_states, recover_pending, stop_for_lost_records
 from headrace.consumers.worker.clock import LaneClock
 from headrace.consumers.worker.commands import CommandHandler
@@ -29,7 +26,10 @@ from headrace.consumers.worker.intake import LaneIntake
 from headrace.consumers.worker.kl_references import KlReferences
 from headrace.consumers.worker.lane_models import LaneModels
 from headrace.consumers.worker.pending import MAX_PENDING
+from headrace.consumers.worker.reader import LaneReader
 from headrace.consumers.worker.step_tools import StepTools
+from headrace.consumers.worker.storage.deleted_weights import WeightsDeleter
+from headrace.consumers.worker.storage.orphans import OrphanCollector, Owned
 from headrace.consumers.worker.training import LaneTraining
 from headrace.consumers.worker.transaction import TakenSnapshot
 from headrace.consumers.worker.world import TrainerWorld

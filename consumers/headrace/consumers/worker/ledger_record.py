@@ -9,9 +9,9 @@ from hashlib import sha256
 
 import orjson
 
-from headrace.consumers.steps.files import StoredStep
 from headrace.consumers.worker.lane_model import LaneModel
 from headrace.consumers.worker.selection import Batch, lag_of
+from headrace.consumers.worker.storage.step_files import StoredStep
 from headrace.consumers.worker.transaction import StepToCommit
 from headrace.schemas.events import StepCompleted
 from headrace.schemas.jobs import JobOptions

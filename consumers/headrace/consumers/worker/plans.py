@@ -13,14 +13,14 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from headrace.consumers.intake.admission import AdmissionRequest, Admitted, check_base
-from headrace.consumers.intake.admission_pool import AdmissionPool
-from headrace.consumers.steps.doomed_weights import is_doomed
+from headrace.consumers.worker.admission.messages import AdmissionRequest, Admitted, check_base
+from headrace.consumers.worker.admission.pool import AdmissionPool
 from headrace.consumers.worker.base_models import base_source
 from headrace.consumers.worker.jobs import options_of
 from headrace.consumers.worker.kl_references import KlReferences, ReferencedStep, ReferenceMissingError
 from headrace.consumers.worker.lane_model import LaneModel
 from headrace.consumers.worker.selection import Batch
+from headrace.consumers.worker.storage.deleted_weights import is_doomed
 from headrace.core.errors import HeadraceError
 from headrace.core.group_sets import read_lines
 from headrace.core.payloads import PayloadError

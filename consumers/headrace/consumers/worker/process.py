@@ -10,7 +10,7 @@ import signal
 from collections.abc import Coroutine
 from functools import partial
 
-from headrace.consumers.intake.admission_pool import AdmissionPool
+from headrace.consumers.worker.admission.pool import AdmissionPool
 from headrace.consumers.worker.balancer import Balancer
 from headrace.consumers.worker.base_models import base_source
 from headrace.consumers.worker.lane import Lane

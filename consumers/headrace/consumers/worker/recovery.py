@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from headrace.consumers.intake.admission_pool import AdmissionPool
-from headrace.consumers.steps.kept_snapshots import RESUME, is_whole, stored_snapshots
+from headrace.consumers.worker.admission.pool import AdmissionPool
 from headrace.consumers.worker.kl_references import KlReferences
 from headrace.consumers.worker.plans import state_key
 from headrace.consumers.worker.rerun import CannotRerunError, StepReruns, key_after
+from headrace.consumers.worker.storage.stored_snapshots import RESUME, is_whole, stored_snapshots
 from headrace.consumers.worker.world import StateNotHeldError, TrainerWorld, Turn
 from headrace.core.errors import HeadraceError
 from headrace.core.fetching import records_in, single_reader

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.consumers.intake.admission import AdmissionRequest, Admitted, check_base
-from headrace.consumers.intake.admission_pool import AdmissionPool
+from headrace.consumers.worker.admission.messages import AdmissionRequest, Admitted, check_base
+from headrace.consumers.worker.admission.pool import AdmissionPool
 from headrace.consumers.worker.base_models import base_source
 from headrace.consumers.worker.kl_references import KlReferences, ReferencedStep, ReferenceMissingError
 from headrace.consumers.worker.plans import EvaluationSetError, evaluation_groups

@@ -19,9 +19,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.consumers.steps.files import StoredStep, store_for_deployment, store_step
-from headrace.consumers.steps.kept_snapshots import RESUME
-from headrace.consumers.steps.report import build_report
 from headrace.consumers.worker.base_models import base_problem, resume_with_base, settings_problem
 from headrace.consumers.worker.commits import LaneCommitter
 from headrace.consumers.worker.jobs import evaluation_of, options_of, without_evaluation
@@ -34,6 +31,9 @@ from headrace.consumers.worker.plans import EvaluationSetError, config_of, state
 from headrace.consumers.worker.recovery import ModelDivergedError
 from headrace.consumers.worker.selection import Batch
 from headrace.consumers.worker.step_tools import StepTools, Timer
+from headrace.consumers.worker.storage.step_files import StoredStep, store_for_deployment, store_step
+from headrace.consumers.worker.storage.step_report import build_report
+from headrace.consumers.worker.storage.stored_snapshots import RESUME
 from headrace.consumers.worker.transaction import StepToCommit
 from headrace.consumers.worker.world import StateNotHeldError, Turn
 from headrace.core.outages import outlast

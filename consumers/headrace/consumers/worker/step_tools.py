@@ -7,15 +7,15 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from headrace.consumers.intake.admission_pool import AdmissionPool
-from headrace.consumers.steps.files import store_snapshot
-from headrace.consumers.steps.snapshots import SnapshotKeeper
+from headrace.consumers.worker.admission.pool import AdmissionPool
 from headrace.consumers.worker.attempts import Attempts
 from headrace.consumers.worker.kl_references import KlReferences
 from headrace.consumers.worker.lane_model import LaneModel
 from headrace.consumers.worker.pipeline import Pipeline
 from headrace.consumers.worker.plans import StepPlans, state_key
 from headrace.consumers.worker.recovery import Recovery
+from headrace.consumers.worker.storage.snapshot_policy import SnapshotKeeper
+from headrace.consumers.worker.storage.step_files import store_snapshot
 from headrace.consumers.worker.transaction import TakenSnapshot
 from headrace.consumers.worker.world import StateNotHeldError, TrainerWorld
 from headrace.core.settings import Settings

@@ -1,1 +1,0 @@
-"""An engine in the process of the process that samples: one base model, several policies."""

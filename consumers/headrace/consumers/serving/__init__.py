@@ -1,1 +1,0 @@
-"""Which models and versions an engine of Headrace serves."""

@@ -1,0 +1,1 @@
+"""Subscribers to topics: events by their types, and weights into an engine."""

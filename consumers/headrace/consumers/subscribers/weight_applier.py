@@ -1,0 +1,168 @@
+"""Brings a target's versions into one engine: downloads and verifies, applies through an adapter, acks.
+
+Guarantees: the engine serves while a version is downloaded; nothing unverified reaches it; a version that was overtaken while it was
+downloaded is not applied; a version is applied once in a process, by (incarnation, version, digest), and at least once over kills. What
+can't be downloaded after `_ATTEMPTS` or applied becomes a `WeightsFailed`, and the engine continues with what it has: an unreachable
+store is tried on and on, wrong content until a newer version comes.
+Limitations: stopping a download that runs in a thread; it is left to end by itself.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+from headrace.consumers.subscribers.engine_acks import EngineAcks
+from headrace.consumers.subscribers.weight_adapters import WeightAdapter
+from headrace.consumers.subscribers.weight_cache import WeightCache
+from headrace.consumers.subscribers.weight_target import WeightTarget
+from headrace.core.outages import said
+from headrace.core.store import StoreError, StoreUnavailableError
+from headrace.schemas.weights import WeightsPublished
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+_FIRST_PAUSE = 0.2
+_LONGEST_PAUSE = 30.0  # seconds, between attempts to reach a store
+
+
+class WeightApplier:
+    """Keeps one engine at a target.
+
+    Args:
+        target: What should be served.
+        cache: Downloads.
+        adapter: How weights get into the engine.
+        acks: Where it is said.
+        moved: Called after each change that someone may wait for: a version served or refused, the model deleted.
+        on_applied: Called after each version is served and acknowledged; what it raises is logged.
+        named: Under which name the engine serves a version, for its ack; None: not said.
+        older: The versions before one, newest first; None: they are not known.
+    """
+
+    def __init__(
+        self,
+        target: WeightTarget,
+        cache: WeightCache,
+        adapter: WeightAdapter,
+        acks: EngineAcks,
+        *,
+        moved: Callable[[], Awaitable[None]],
+        on_applied: Callable[[WeightsPublished], Awaitable[None]] | None = None,
+        named: Callable[[WeightsPublished], str] | None = None,
+        older: Callable[[WeightsPublished], AsyncGenerator[WeightsPublished]] | None = None,
+    ) -> None:
+        self._target = target
+        self._cache = cache
+        self._adapter = adapter
+        self._acks = acks
+        self._moved = moved
+        self._on_applied = on_applied
+        self._named = named
+        self._older = older
+        self.published: WeightsPublished | None = None
+        """What the engine serves; None: what it was started with."""
+        self.refused: tuple[WeightsPublished, Exception] | None = None
+        """What it could not take last, and why."""
+
+    @property
+    def version(self) -> int:
+        """Policy version that the engine serves; 0: what it was started with."""
+        return 0 if self.published is None else self.published.policy_version
+
+    async def run(self) -> None:
+        """Follow the target until cancelled."""
+        while True:
+            await self._target.changed.wait()
+            self._target.changed.clear()
+            if self._target.deleted:
+                logger.warning("the model of engine %s was deleted; it continues with version %d", self._acks.engine_id, self.version)
+            await self._moved()
+            target = self._target.target
+            if target is not None and _identity(target) != _identity(self.published):
+                await self._take(target, time.monotonic())
+
+    async def _take(self, target: WeightsPublished, arrived: float) -> None:
+        """Download, apply, ack; returns early when a newer version came."""
+        folder = await self._download(target)
+        if folder is None or self._target.target is not target:
+            return
+        try:
+            reported = await self._adapter.apply(folder, target)
+        except Exception as error:  # noqa: BLE001 - an adapter is foreign code: whatever it raises, the engine has the old version
+            await self._failed(target, error)
+            return
+        self.published, self.refused = target, None
+        seconds = time.monotonic() - arrived
+        logger.info("engine %s serves version %d after %.2f s", self._acks.engine_id, target.policy_version, seconds)
+        served_as = None if self._named is None else self._named(target)
+        await self._acks.applied(target, reported=reported, seconds=seconds, served_as=served_as)
+        await self._moved()
+        if self._on_applied is not None:
+            try:
+                await self._on_applied(target)
+            except Exception:  # the caller's code: it must not stop the weights
+                logger.exception("on_applied failed for version %d", target.policy_version)
+        await asyncio.to_thread(self._cache.prune, target)
+
+    async def _download(self, target: WeightsPublished) -> Path | None:
+        """A verified folder; None when a newer version came or the content is wrong for good."""
+        attempt, pause = 0, _FIRST_PAUSE
+        while self._target.target is target:
+            attempt += 1
+            try:
+                return await asyncio.to_thread(self._cache.fetch, target)
+            except StoreError as error:
+                logger.warning("download of version %d, attempt %d: %s", target.policy_version, attempt, error)
+                if attempt == _ATTEMPTS:
+                    await self._failed(target, error)
+                if attempt >= _ATTEMPTS and not isinstance(error, StoreUnavailableError):
+                    return None
+            await self._pause(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return None
+
+    async def _pause(self, seconds: float) -> None:
+        """Between attempts; a newer version ends it. The event stays set for the loop that acts on it."""
+        try:
+            await asyncio.wait_for(self._target.changed.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def _take_older(self, target: WeightsPublished) -> None:
+        """Serve the newest version before one that can't be had, where none of the incarnation is served yet."""
+        if self._older is None:
+            return
+        async with aclosing(self._older(target)) as versions:
+            async for version in versions:
+                if self._target.target is not target:
+                    return
+                try:
+                    folder = await asyncio.to_thread(self._cache.fetch, version)
+                    await self._adapter.apply(folder, version)
+                except Exception as error:  # noqa: BLE001 - as above, or it is not to be had either
+                    logger.warning("version %d can't be served either: %s", version.policy_version, said(error))
+                    continue
+                self.published = version
+                return
+
+    async def _failed(self, target: WeightsPublished, error: Exception) -> None:
+        engine = self._acks.engine_id
+        now = self.published
+        if now is None or (now.model_id, now.incarnation) != (target.model_id, target.incarnation):
+            await self._take_older(target)
+        logger.error("engine %s can't take version %d and stays at %d: %s", engine, target.policy_version, self.version, said(error))
+        self.refused = (target, error)
+        now = self.published
+        same = now is None or (now.model_id, now.incarnation) == (target.model_id, target.incarnation)
+        await self._acks.failed(target, error, serving=self.version if same else None)
+        await self._moved()
+
+
+def _identity(published: WeightsPublished | None) -> tuple[str, str, int, str] | None:
+    if published is None:
+        return None
+    return published.model_id, published.incarnation, published.policy_version, published.digest

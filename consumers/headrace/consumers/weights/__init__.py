@@ -1,1 +1,0 @@
-"""The way of weights into a rollout engine."""

@@ -1,0 +1,1 @@
+"""Decoding, tokenizing and judging of groups, in a process of its own."""

@@ -1,0 +1,1 @@
+"""The files of steps in the object store: stored, kept by policy, collected."""

@@ -1,0 +1,1 @@
+"""The engine's HTTP surface: OpenAI's chat completions and completions."""

@@ -1,0 +1,1 @@
+"""Sampling with a model in this process."""

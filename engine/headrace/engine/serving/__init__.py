@@ -1,0 +1,1 @@
+"""The models and versions that an engine serves, by name."""
