@@ -27,8 +27,8 @@ from benchmarks.measuring import Comparison, Rates, Table
 from headrace.consumers.worker.admission.messages import AdmissionRequest, Admitted
 from headrace.consumers.worker.admission.pool import AdmissionPool
 from headrace.consumers.worker.reader import LaneReader
+from headrace.core.importing import keep_memory
 from headrace.core.kafka import client_options
-from headrace.core.kept_memory import keep_memory
 from headrace.core.local import LocalBroker
 from headrace.core.payloads import claim
 from headrace.core.settings import KafkaSettings, Settings, StoreSettings

@@ -12,11 +12,11 @@ from headrace.core.kafka import ClientOptions, client_options
 from headrace.core.kept import open_kept
 from headrace.core.reading import read_to_end
 from headrace.core.settings import Settings
-from headrace.core.topic_metadata import partition_count
+from headrace.core.topic_admin import partition_count
 from headrace.schemas import topics
 from headrace.schemas.carried import CARRIED, topic_of
 from headrace.schemas.envelope import seal, type_of
-from headrace.schemas.keys import key_of
+from headrace.schemas.topics import key_of
 
 BODIES: dict[str, bytes | None] = {
     "tombstone": None,

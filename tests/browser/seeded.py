@@ -17,7 +17,7 @@ from tests.core.ledgers import BEGAN, digest, record, store_report, write
 from headrace.core.kafka import client_options
 from headrace.core.lanes import lane_of
 from headrace.core.models import model_id_of
-from headrace.core.packed_rows import LAYOUT
+from headrace.core.reports import LAYOUT
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
 from headrace.schemas.chat import Choice, ChoiceMessage, Message, Tool, ToolCall, ToolCallFunction, ToolFunction
@@ -25,8 +25,7 @@ from headrace.schemas.envelope import seal
 from headrace.schemas.events import GroupRejected, StepCompleted
 from headrace.schemas.jobs import JobDocument, JobState
 from headrace.schemas.reasons import RejectionReason
-from headrace.schemas.report import ReportedGroup, ReportedTrajectory, StepReport
-from headrace.schemas.state import ModelState, StepRecord
+from headrace.schemas.state import ModelState, ReportedGroup, ReportedTrajectory, StepRecord, StepReport
 from headrace.schemas.training import ModelSettings
 from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
 from headrace.schemas.weights import WeightsApplied, WeightsFailed

@@ -25,7 +25,7 @@ from tests.consumers.tiny_model import save_tiny_model
 from tests.s3_proxy import S3Proxy
 
 from headrace.core.local import LocalBroker, LocalS3
-from headrace.core.local.kafka_config import QUICK_RESTART
+from headrace.core.local.broker import QUICK_RESTART
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
 from headrace.schemas.events import GroupRejected

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
-from headrace.core.topic_metadata import partition_count
+from headrace.core.topic_admin import partition_count
 from headrace.schemas.envelope import header_text, open_record, record_models
 
 M = TypeVar("M", bound=BaseModel)

@@ -17,8 +17,16 @@ from headrace.core.store.files import FileStore
 from headrace.core.topic_admin import apply
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
 from headrace.schemas.reasons import RejectionReason
-from headrace.schemas.report import ReportedGroup, ReportedTrajectory, StepReport
-from headrace.schemas.state import ModelState, Pending, StartFrom, StepRecord, TrainingScalars
+from headrace.schemas.state import (
+    ModelState,
+    Pending,
+    ReportedGroup,
+    ReportedTrajectory,
+    StartFrom,
+    StepRecord,
+    StepReport,
+    TrainingScalars,
+)
 from headrace.schemas.training import ModelSettings, TrainConfig
 from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
 from headrace.schemas.weights import WeightsRef

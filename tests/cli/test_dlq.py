@@ -14,8 +14,7 @@ from headrace.consumers.worker.outgoing import dead_letter
 from headrace.core.kafka import client_options
 from headrace.core.models import model_id_of
 from headrace.core.settings import KafkaSettings
-from headrace.schemas.errors import CodecError
-from headrace.schemas.reasons import DeadLetterReason
+from headrace.schemas.reasons import CodecError, DeadLetterReason
 from headrace.schemas.topics import Topics
 
 Headrace = Callable[..., Any]

@@ -11,9 +11,8 @@ from safetensors.numpy import save
 from tests.cli.recorded import SOLVER, Recorded
 
 from headrace.cli.inspect_step import print_rows
-from headrace.core import packed_rows
-from headrace.core.packed_rows import RowsUnreadableError
-from headrace.core.reports import read_report
+from headrace.core import reports
+from headrace.core.reports import RowsUnreadableError, read_report
 from headrace.schemas.state import StepRecord
 from headrace.trainer.rows_out import LAYOUT
 
@@ -154,4 +153,4 @@ def test_rows_of_another_layout_are_shown_as_arrays_and_what_is_none_is_refused(
 
 
 def test_the_layout_is_the_trainers():
-    assert packed_rows.LAYOUT == LAYOUT
+    assert reports.LAYOUT == LAYOUT

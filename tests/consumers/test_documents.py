@@ -14,10 +14,8 @@ from headrace.consumers.worker.outgoing import dead_letter
 from headrace.core.settings import KafkaSettings, Settings
 from headrace.schemas.carried import CARRIED
 from headrace.schemas.dead_letters import WHOLE_BYTES
-from headrace.schemas.envelope import record_models, type_of
-from headrace.schemas.errors import CodecError
-from headrace.schemas.json_schema import json_schema_files
-from headrace.schemas.reasons import DeadLetterReason
+from headrace.schemas.envelope import json_schema_files, record_models, type_of
+from headrace.schemas.reasons import CodecError, DeadLetterReason
 from headrace.schemas.topics import TOPICS, Topics
 from headrace.schemas.trajectory import TrajectoryGroup
 

@@ -11,8 +11,7 @@ from faststream import Context, FastStream
 from faststream.kafka import KafkaBroker
 from pydantic import BaseModel
 
-from headrace.consumers.subscribers.event_broker import event_broker
-from headrace.consumers.subscribers.events import Events, MissingTopicError
+from headrace.consumers.subscribers.events import Events, MissingTopicError, event_broker
 from headrace.core.settings import KafkaSettings, Settings, TopicSettings
 from headrace.schemas.carried import CARRIED, topic_of
 from headrace.schemas.dead_letters import DeadLetterResolved

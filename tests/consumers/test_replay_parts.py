@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import save_file
 from tests.core.ledgers import record, write
 
-from headrace.consumers.replay.changes import Asked, ChangeError
-from headrace.consumers.replay.distance import weights_distance
+from headrace.consumers.replay.changes import Asked, ChangeError, weights_distance
 from headrace.consumers.replay.start import NothingToReplayError, find_route
 from headrace.core.errors import HeadraceError
+from headrace.core.ledger import StepRange
 from headrace.core.settings import KafkaSettings, Settings, StoreSettings, TopicSettings
-from headrace.core.step_range import StepRange
 from headrace.core.store import open_store, store_folder
 from headrace.core.times import TimeError, parse_time
 from headrace.core.topic_admin import apply

@@ -10,7 +10,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from headrace.core.kafka import ClientOptions, client_options
 from headrace.core.settings import KafkaSettings
-from headrace.core.topic_metadata import counts_of
+from headrace.core.topic_admin import counts_of
 
 MakeTopic = Callable[..., Awaitable[str]]
 Producing = Callable[..., AbstractAsyncContextManager[AIOKafkaProducer]]

@@ -15,8 +15,7 @@ from headrace.core.store import ObjectStore, store_folder
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.envelope import seal
 from headrace.schemas.reasons import RejectionReason
-from headrace.schemas.report import REPORT_FILE, ROWS_FILE, StepReport
-from headrace.schemas.state import Fingerprint, ModelState, Rebased, StepRecord, offset_ranges
+from headrace.schemas.state import REPORT_FILE, ROWS_FILE, Fingerprint, ModelState, Rebased, StepRecord, StepReport, offset_ranges
 from headrace.schemas.training import SftConfig, TrainConfig
 from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.schemas.weights import WeightsRef

@@ -19,11 +19,10 @@ from headrace.core.lanes import lane_of
 from headrace.core.reading import read_to_end
 from headrace.core.resolving import Outcome, resolve
 from headrace.core.settings import KafkaSettings, Settings, TopicSettings
-from headrace.core.topic_admin import apply
-from headrace.core.topic_metadata import open_admin
+from headrace.core.topic_admin import apply, open_admin
 from headrace.schemas.dead_letters import DeadLetterResolved, record_bytes
 from headrace.schemas.envelope import seal
-from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.reasons import DeadLetterReason as Reason
 
 LANES = 2

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.core.hosted_entries import decode_hosted
 from headrace.schemas.codec import SampledGroup, decode_group
-from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import CodecError
 
 OPENAI = ("token", "bytes", "logprob", "top_logprobs")
 VLLM = ("token", "logprob", "bytes", "top_logprobs")

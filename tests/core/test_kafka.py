@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from headrace.core.kafka import KafkaUnavailableError, client_options, plain_errors, require_bootstrap
 from headrace.core.settings import KafkaSettings, Settings
-from headrace.core.topic_metadata import partition_counts
+from headrace.core.topic_admin import partition_counts
 
 
 def test_without_bootstrap_servers_the_error_says_what_to_set_or_start() -> None:

@@ -11,7 +11,7 @@ import pytest
 from headrace.core.kafka import KafkaUnavailableError, client_options
 from headrace.core.local import LocalBroker
 from headrace.core.settings import KafkaSettings
-from headrace.core.topic_metadata import partition_counts
+from headrace.core.topic_admin import partition_counts
 
 MODULE = "org.apache.kafka.common.security"
 

@@ -9,9 +9,8 @@ from aiokafka import AIOKafkaProducer
 from tests.core.ledgers import record, write
 
 from headrace.core.lanes import lane_of
-from headrace.core.ledger import LedgerError, read_ledger, stream_ledger
+from headrace.core.ledger import LedgerError, StepRange, read_ledger, stream_ledger
 from headrace.core.settings import KafkaSettings, Settings, TopicSettings
-from headrace.core.step_range import StepRange
 from headrace.core.topic_admin import apply
 from headrace.schemas.envelope import seal
 

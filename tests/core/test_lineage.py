@@ -16,13 +16,11 @@ from headrace.core.lineage import Lineage, influenced
 from headrace.core.payloads import claim
 from headrace.core.settings import KafkaSettings, Settings, StoreSettings, TopicSettings
 from headrace.core.store.files import FileStore
-from headrace.core.topic_admin import apply
-from headrace.core.topic_metadata import open_admin
+from headrace.core.topic_admin import apply, open_admin
 from headrace.schemas.codec import SAFETENSORS_TYPE, encode_safetensors, sampled
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
 from headrace.schemas.reasons import RejectionReason
-from headrace.schemas.report import ReportedGroup, ReportedTrajectory, StepReport
-from headrace.schemas.state import ModelState, Pending, Rebased, StepRecord
+from headrace.schemas.state import ModelState, Pending, Rebased, ReportedGroup, ReportedTrajectory, StepRecord, StepReport
 from headrace.schemas.training import ModelSettings
 from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
 

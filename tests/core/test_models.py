@@ -26,8 +26,7 @@ from headrace.core.models import (
 )
 from headrace.core.reading import read_to_end
 from headrace.core.settings import BaseModelEntry, KafkaSettings, Settings, TopicSettings
-from headrace.core.topic_admin import TopicsDifferError, apply
-from headrace.core.topic_metadata import open_admin
+from headrace.core.topic_admin import TopicsDifferError, apply, open_admin
 from headrace.schemas.envelope import header_text, seal
 from headrace.schemas.state import LaneState, ModelState
 from headrace.schemas.topics import lane_key

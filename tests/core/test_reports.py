@@ -8,7 +8,7 @@ from tests.core.ledgers import store_report
 from headrace.core.reports import NoReportError, read_report, read_rows
 from headrace.core.store import DigestMismatchError, store_folder
 from headrace.core.store.files import FileStore
-from headrace.schemas.report import StepReport
+from headrace.schemas.state import StepReport
 from headrace.schemas.weights import WeightsRef
 
 REPORT = StepReport(model_id="m", incarnation="i", step=3, attempt="a", lane=1, groups=(), refused_unlisted=2, timings={"step": 0.5})

@@ -4,8 +4,8 @@ import orjson
 import pytest
 from tests.core.ledgers import record
 
+from headrace.core.ledger import ranges_text
 from headrace.core.side_by_side import METRICS, option_differences, side_by_side
-from headrace.core.step_range import ranges_text
 from headrace.schemas.training import ModelSettings, SftConfig, TrainConfig
 
 

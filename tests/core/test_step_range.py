@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.core.step_range import StepRange, StepRangeError
+from headrace.core.ledger import StepRange, StepRangeError
 
 
 @pytest.mark.parametrize(

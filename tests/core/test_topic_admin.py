@@ -11,8 +11,16 @@ from tests.core.conftest import MakeTopic
 
 from headrace.core.kafka import ClientOptions
 from headrace.core.settings import KafkaSettings, Settings, TopicSettings
-from headrace.core.topic_admin import ConfigDifference, TopicsDifferError, apply, lane_count, retention_ms, show
-from headrace.core.topic_metadata import open_admin, partition_counts
+from headrace.core.topic_admin import (
+    ConfigDifference,
+    TopicsDifferError,
+    apply,
+    lane_count,
+    open_admin,
+    partition_counts,
+    retention_ms,
+    show,
+)
 from headrace.schemas.topics import TOPICS
 
 

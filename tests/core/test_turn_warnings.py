@@ -1,6 +1,6 @@
 """What a job says of turns that train otherwise than their sender may expect."""
 
-from headrace.core.job_outcome import outcome_messages, turn_messages
+from headrace.core.job_views import outcome_messages, turn_messages
 from headrace.schemas.base import utc_now
 from headrace.schemas.jobs import JobDocument, JobState
 

@@ -8,7 +8,7 @@ from tests.demo.running import RunningDemo
 
 from headrace.core.kafka import client_options
 from headrace.core.settings import KafkaSettings
-from headrace.core.topic_metadata import partition_counts
+from headrace.core.topic_admin import partition_counts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FIELDS = {"steps", "reward_first", "reward_last", "policy_version", "groups", "rejected", "max_lag", "seconds", "tokens_per_second"}

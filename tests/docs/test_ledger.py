@@ -10,8 +10,16 @@ from typer.testing import CliRunner
 
 from headrace.cli.app import app
 from headrace.core.side_by_side import METRICS
-from headrace.schemas.report import ReportedGroup, ReportedTrajectory, StepReport
-from headrace.schemas.state import Fingerprint, Rebased, StartFrom, StepRecord, TrainingScalars
+from headrace.schemas.state import (
+    Fingerprint,
+    Rebased,
+    ReportedGroup,
+    ReportedTrajectory,
+    StartFrom,
+    StepRecord,
+    StepReport,
+    TrainingScalars,
+)
 from headrace.schemas.weights import WeightsRef
 
 ROOT = Path(__file__).parents[2]

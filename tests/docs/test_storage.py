@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 from headrace.consumers.worker.clock import SHARE
-from headrace.consumers.worker.storage.step_folders import KINDS, folder_key
+from headrace.consumers.worker.storage.step_files import KINDS, folder_key
 from headrace.core.settings import Settings, WorkerSettings
 from headrace.core.store.folders import MANIFEST
-from headrace.schemas.report import REPORT_FILE, ROWS_FILE
+from headrace.schemas.state import REPORT_FILE, ROWS_FILE
 from headrace.schemas.topics import TOPICS, TRAJECTORY_GROUPS
 from headrace.trainer.plan import StateKey
 

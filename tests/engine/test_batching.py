@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from headrace.engine.sampling.batching import Batcher, EngineBusyError, SampleJob, SamplingError
-from headrace.engine.sampling.drawing import RowDraw
+from headrace.engine.sampling.decoding import RowDraw
 from headrace.engine.sampling.policy_engine import PolicyEngine
 from headrace.engine.sampling.sampled_row import RowPiece, RowRequest, SampledRow
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.sampling.text_stream import TextStream
+from headrace.engine.sampling.sampled_row import TextStream
 
 
 def by_bytes(token_ids: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from transformers import AddedToken, AutoTokenizer
 
 from headrace.engine.http.answers import ChatAnswer, Readers
 from headrace.engine.http.requests import ChatRequest
-from headrace.engine.http.thoughts import ThoughtReader, ThoughtStream
+from headrace.engine.http.tool_calls import ThoughtReader, ThoughtStream
 from headrace.engine.sampling.sampled_row import RowPiece
 from headrace.engine.serving.served_model import Policy
 

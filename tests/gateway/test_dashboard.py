@@ -16,7 +16,7 @@ from tests.gateway.conftest import gateway_settings, running
 
 from headrace.core.settings import Settings
 from headrace.core.topic_admin import apply
-from headrace.gateway.dashboard import changes
+from headrace.gateway.dashboard import data
 from headrace.gateway.gate import Gate
 from headrace.gateway.tokens import create_token, revoke_token
 from headrace.schemas.jobs import JobState
@@ -134,7 +134,7 @@ async def test_a_stream_names_what_changed_and_only_to_who_sees_it(http: httpx.A
 
 
 async def test_a_stream_ends_when_its_key_is_revoked(seeded: Seeded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(changes, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(data, "BEAT_SECONDS", 0.05)
     stored, token = create_token(tmp_path / "tokens", account="default", owner="a")
     async with guarded(seeded, tmp_path / "tokens", token) as client, _stream(client) as events:
         await anext(events)

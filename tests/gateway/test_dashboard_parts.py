@@ -10,11 +10,10 @@ from safetensors.numpy import save
 from tests.core.ledgers import BEGAN
 from tests.core.ledgers import record as ledger_step
 
-from headrace.core.packed_rows import LAYOUT, open_rows
+from headrace.core.reports import LAYOUT, open_rows
 from headrace.gateway.dashboard.answers import Span, Tokens
-from headrace.gateway.dashboard.curves import curve, lags, versions
-from headrace.gateway.dashboard.scored_tokens import places_of, spans, tokens_at
-from headrace.gateway.dashboard.token_text import said_texts
+from headrace.gateway.dashboard.scored_tokens import places_of, said_texts, spans, tokens_at
+from headrace.gateway.dashboard.seen import curve, lags, versions
 from headrace.gateway.step_history import StepEntry, StepHistory
 from headrace.schemas.codec import JSON_TYPE, SAFETENSORS_TYPE
 from headrace.schemas.state import StepRecord

@@ -12,8 +12,7 @@ from headrace.core.settings import BaseModelEntry, Settings
 from headrace.core.topic_admin import apply
 from headrace.gateway.log_view import LogView
 from headrace.gateway.rlor.resources import rlor_model_id
-from headrace.gateway.secret_box import SecretBox, SecretBoxError
-from headrace.gateway.tokens import create_token
+from headrace.gateway.tokens import SecretBox, SecretBoxError, create_token
 from headrace.schemas.rlor import RlorJob, rlor_job_key
 from headrace.schemas.training import ModelSettings
 

@@ -17,7 +17,7 @@ from headrace.core.settings import Settings
 from headrace.gateway.log_writer import OvertakenError, Turn, sealed
 from headrace.gateway.rlor.resources import rlor_model_id
 from headrace.gateway.tokens import create_token
-from headrace.schemas.rlor_resources import ModelAlias, model_alias_key
+from headrace.schemas.rlor import ModelAlias, model_alias_key
 
 ROUNDS = 5
 

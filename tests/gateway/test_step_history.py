@@ -12,7 +12,7 @@ from tests.gateway.lane_double import LaneDouble
 
 from headrace.core.lanes import lane_of
 from headrace.core.settings import Settings
-from headrace.gateway.dashboard.curves import curve
+from headrace.gateway.dashboard.seen import curve
 from headrace.gateway.step_history import BUCKETS, RECENT, BriefStep, StepHistory, entry_of
 from headrace.schemas.weights import WeightsRef
 

@@ -17,8 +17,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import UnknownTopicOrPartitionError
 
 from headrace.core.local import LocalBroker, LocalServiceError, ensure_broker
-from headrace.core.local.broker import new_cluster_id
-from headrace.core.local.kafka_config import QUICK_RESTART
+from headrace.core.local.broker import QUICK_RESTART, new_cluster_id
 from headrace.core.local.probe import ask
 
 TP = TopicPartition("kept", 0)

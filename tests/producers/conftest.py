@@ -8,7 +8,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from headrace.core.settings import KafkaSettings, ProducerSettings, Settings, StoreSettings, TopicSettings
-from headrace.core.topic_metadata import counts_of
+from headrace.core.topic_admin import counts_of
 from headrace.schemas.chat import Choice, ChoiceMessage, Message
 from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
 

@@ -2,7 +2,7 @@
 
 import io
 
-from headrace.producers.jsonl import BadLine, GoodLine, read_groups
+from headrace.producers.examples import BadLine, GoodLine, read_groups
 
 GOOD = b'{"trajectories": [{"reward": 1}]}'
 

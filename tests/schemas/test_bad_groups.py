@@ -10,7 +10,7 @@ import pytest
 from headrace.producers.examples import decode_example
 from headrace.schemas.chat import Choice, ChoiceMessage
 from headrace.schemas.codec import JSON_TYPE, SAFETENSORS_TYPE, SampledGroup, decode_group, encode_json, encode_safetensors, sampled
-from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.reasons import DeadLetterReason as Reason
 from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
 from headrace.schemas.turns import SampledTokens

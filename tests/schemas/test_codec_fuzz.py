@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.schemas.group_strategies import groups, json_values
 
 from headrace.schemas.codec import JSON_TYPE, SAFETENSORS_TYPE, SampledGroup, decode_group, encode_json, encode_safetensors
-from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import CodecError
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -8,11 +8,10 @@ from pydantic import BaseModel
 
 from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel
 from headrace.schemas.envelope import Envelope, header_text, model_of, open_record, record_models, seal, type_of
-from headrace.schemas.errors import CodecError
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
 from headrace.schemas.jobs import TrainingJob
+from headrace.schemas.reasons import CodecError, RejectionReason
 from headrace.schemas.reasons import DeadLetterReason as Reason
-from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.training import ModelSettings, TrainConfig
 from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.schemas.weights import StoredFile, WeightsPublished

@@ -10,7 +10,7 @@ import pytest
 from tests.trainer.conversations import ALLOW
 
 from headrace.schemas.codec import SAFETENSORS_TYPE, SampledGroup, decode_group, encode_json, encode_safetensors, sampled
-from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.reasons import RejectionReason as Reason
 from headrace.schemas.training import ModelSettings, TrainConfig
 from headrace.schemas.trajectory import TrajectoryGroup

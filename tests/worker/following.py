@@ -9,7 +9,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from pydantic import BaseModel
 
 from headrace.core.kafka import ClientOptions
-from headrace.core.topic_metadata import partition_count
+from headrace.core.topic_admin import partition_count
 from headrace.schemas.dead_letters import is_dead_letter
 from headrace.schemas.envelope import header_text, open_record, record_models
 from headrace.schemas.jobs import JobDocument

@@ -40,8 +40,7 @@ from headrace.core.model_views import ModelView
 from headrace.core.models import create_model, model_id_of
 from headrace.core.settings import BaseModelEntry, KafkaSettings, Settings, StoreSettings, TopicSettings, WorkerSettings
 from headrace.core.store import ObjectStore, open_store
-from headrace.core.topic_admin import apply
-from headrace.core.topic_metadata import open_admin
+from headrace.core.topic_admin import apply, open_admin
 from headrace.producers import TrajectoryProducer
 from headrace.schemas.commands import Command
 from headrace.schemas.dead_letters import is_dead_letter

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
-from headrace.consumers.worker.storage.step_folders import folder_key
+from headrace.consumers.worker.storage.step_files import folder_key
 from headrace.core.store import ObjectStore
 from headrace.schemas.state import ModelState
 from headrace.schemas.training import ModelSettings

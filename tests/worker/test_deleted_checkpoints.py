@@ -7,7 +7,7 @@ import pytest
 from tests.worker.groups import group
 from tests.worker.stage import Commit, Script, Stage, offsets_of, until
 
-from headrace.consumers.worker.storage.step_folders import list_folders
+from headrace.consumers.worker.storage.step_files import list_folders
 from headrace.core.model_views import ModelView
 from headrace.core.store import StoreUnavailableError
 from headrace.schemas.commands import DeleteCheckpoints

@@ -20,9 +20,9 @@ from headrace.core.models import create_model, model_id_of
 from headrace.core.settings import Settings
 from headrace.schemas.codec import encode_json, sampled
 from headrace.schemas.envelope import header_text, open_record
-from headrace.schemas.errors import CodecError
 from headrace.schemas.events import GroupRejected
 from headrace.schemas.jobs import TrainingJob
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.training import BatchPolicy, ModelSettings, TrainConfig
 

@@ -18,11 +18,10 @@ from tests.worker.groups import group
 
 from headrace.consumers.replay.start import find_route
 from headrace.core.kafka import client_options
-from headrace.core.ledger import read_ledger
+from headrace.core.ledger import StepRange, read_ledger
 from headrace.core.models import get_model, model_id_of
 from headrace.core.reading import end_offsets
 from headrace.core.settings import Settings
-from headrace.core.step_range import StepRange
 from headrace.core.store import open_store
 from headrace.core.topic_admin import apply
 from headrace.producers import TrajectoryProducer

@@ -8,8 +8,7 @@ from tests.worker.stage import Commit, Stage, offsets_of, until
 from headrace.core.fetching import fetch_offsets
 from headrace.core.kafka import client_options
 from headrace.core.models import resume_model, wait_for_model
-from headrace.core.topic_admin import apply
-from headrace.core.topic_metadata import open_admin
+from headrace.core.topic_admin import apply, open_admin
 from headrace.schemas.events import GroupRejected, JobStateChanged
 from headrace.schemas.jobs import JobState
 from headrace.schemas.reasons import RejectionReason

@@ -13,8 +13,8 @@ from headrace.consumers.replay.run import Task, replay
 from headrace.consumers.replay.start import find_route
 from headrace.consumers.worker.jobs import evaluation_of
 from headrace.core.group_sets import store_groups
+from headrace.core.ledger import StepRange
 from headrace.core.models import ModelView
-from headrace.core.step_range import StepRange
 from headrace.core.store import read_manifest
 from headrace.schemas.events import GroupRejected, StepCompleted
 from headrace.schemas.jobs import JobDocument, JobState

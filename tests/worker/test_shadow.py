@@ -33,8 +33,7 @@ from headrace.core.model_views import open_state
 from headrace.core.models import ModelRefusedError, create_model, delete_model, get_model, model_id_of, wait_for_model
 from headrace.core.reading import end_offsets, latest_by_key, read_to_end
 from headrace.core.settings import BaseModelEntry, KafkaSettings, Settings, TopicSettings, WorkerSettings
-from headrace.core.topic_admin import TopicsDifferError, apply, lane_count
-from headrace.core.topic_metadata import open_admin
+from headrace.core.topic_admin import TopicsDifferError, apply, lane_count, open_admin
 from headrace.producers import TrajectoryProducer
 from headrace.schemas.commands import Command, CreateModel, DeleteModel, ResumeModel
 from headrace.schemas.envelope import header_text, seal

@@ -2,7 +2,7 @@
 
 from tests.worker.stored_steps import folders, put_folder, state_of
 
-from headrace.consumers.worker.storage.snapshot_policy import SnapshotKeeper
+from headrace.consumers.worker.storage.stored_snapshots import SnapshotKeeper
 from headrace.core.store import ObjectStore
 
 

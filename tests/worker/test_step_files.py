@@ -18,8 +18,7 @@ from headrace.core.reports import read_report, read_rows
 from headrace.core.store import ObjectStore, StoreError, StoreUnavailableError, fetch_folder
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
 from headrace.schemas.reasons import RejectionReason
-from headrace.schemas.report import StepReport
-from headrace.schemas.state import Fingerprint, TrainingScalars
+from headrace.schemas.state import Fingerprint, StepReport, TrainingScalars
 from headrace.schemas.training import SftConfig, TrainConfig
 from headrace.schemas.weights import WeightsRef
 from headrace.trainer.groups import RejectedTrajectory

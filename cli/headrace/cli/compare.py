@@ -13,9 +13,9 @@ from rich.table import Table
 from headrace.cli.arguments import Project, model_id, number
 from headrace.cli.model_history import ModelHistory, read_history
 from headrace.cli.steps import Steps
+from headrace.core.ledger import StepRange
 from headrace.core.settings import Settings
 from headrace.core.side_by_side import OptionDifference, SideBySide, option_differences, side_by_side
-from headrace.core.step_range import StepRange
 
 Metrics = Annotated[list[str] | None, typer.Option("--metric", help="Only this metric; may be given again.")]
 

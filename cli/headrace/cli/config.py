@@ -7,8 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headrace.core.settings import Settings
-from headrace.core.settings_report import setting_rows
+from headrace.core.settings import Settings, setting_rows
 
 app = typer.Typer(help="Settings of this process.", no_args_is_help=True, add_completion=False)
 

@@ -11,7 +11,7 @@ import typer
 from headrace.cli.reference import reference_pages
 from headrace.consumers.asyncapi import asyncapi_yaml
 from headrace.gateway.app import openapi_json
-from headrace.schemas.json_schema import json_schema_files
+from headrace.schemas.envelope import json_schema_files
 
 app = typer.Typer(help="Generate the AsyncAPI and OpenAPI documents and the JSON Schemas.", no_args_is_help=True, add_completion=False)
 

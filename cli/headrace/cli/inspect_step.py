@@ -15,14 +15,12 @@ from headrace.cli.arguments import Model, Project, counts, model_id, moment, num
 from headrace.cli.model_history import ModelHistory, read_history
 from headrace.cli.steps import Incarnation
 from headrace.core.errors import HeadraceError
-from headrace.core.packed_rows import Arrays, PackedRows, open_rows
-from headrace.core.reports import NoReportError, read_report, read_rows
+from headrace.core.ledger import StepRange, ranges_text
+from headrace.core.reports import Arrays, NoReportError, PackedRows, open_rows, read_report, read_rows
 from headrace.core.settings import Settings
-from headrace.core.step_range import StepRange, ranges_text
 from headrace.core.store import DigestMismatchError, open_store
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
-from headrace.schemas.report import ROWS_FILE, StepReport
-from headrace.schemas.state import StepRecord
+from headrace.schemas.state import ROWS_FILE, StepRecord, StepReport
 
 
 def inspect(  # noqa: PLR0917 - typer passes them by name

@@ -8,8 +8,7 @@ import typer
 import yaml
 
 from headrace.cli.arguments import Project, model_id, plain, print_table
-from headrace.core.job_outcome import outcome_messages
-from headrace.core.job_views import CANCELLING, JobView, Request, ShownState
+from headrace.core.job_views import CANCELLING, JobView, Request, ShownState, outcome_messages
 from headrace.core.jobs import ask, get_job, list_jobs, wait_for_job
 from headrace.core.settings import Settings
 from headrace.schemas.jobs import JobState

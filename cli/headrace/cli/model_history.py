@@ -5,11 +5,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from headrace.core.errors import HeadraceError
-from headrace.core.ledger import stream_ledger
+from headrace.core.ledger import StepRange, stream_ledger
 from headrace.core.model_views import ModelView
 from headrace.core.models import get_model
 from headrace.core.settings import Settings
-from headrace.core.step_range import StepRange
 from headrace.schemas.state import StepRecord
 
 

@@ -16,12 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from headrace.cli.arguments import Project, model_id, plain
-from headrace.core.job_outcome import outcome_messages, trained_nothing
+from headrace.core.job_views import outcome_messages, trained_nothing
 from headrace.core.jobs import wait_until_over
 from headrace.core.settings import Settings
 from headrace.producers import DeliveryError, InvalidGroupError, TrajectoryProducer
-from headrace.producers.examples import decode_example, parcels
-from headrace.producers.jsonl import BadLine, GoodLine, read_groups
+from headrace.producers.examples import BadLine, GoodLine, decode_example, parcels, read_groups
 from headrace.producers.producer import Delivery
 from headrace.schemas.codec import decode_group
 from headrace.schemas.jobs import JobState

@@ -16,17 +16,17 @@ from rich.console import Console
 from headrace.cli.arguments import Project, model_id, number
 from headrace.cli.compare import print_options, print_side_by_side
 from headrace.consumers.replay.changes import Asked
-from headrace.consumers.replay.copy import Copied, copy_groups, trained_offsets
 from headrace.consumers.replay.groups import Selection, Unusable
 from headrace.consumers.replay.run import ReplayedStep
 from headrace.consumers.replay.session import Outcome, Question, answer
 from headrace.consumers.replay.start import Route
+from headrace.consumers.replay.targets import Copied, copy_groups, trained_offsets
 from headrace.consumers.replay.where import Where
 from headrace.consumers.worker.rerun import CannotRerunError, Rerun
+from headrace.core.ledger import StepRange, ranges_text
 from headrace.core.models import get_model
 from headrace.core.settings import Settings
 from headrace.core.side_by_side import OptionDifference, SideBySide, option_differences, side_by_side
-from headrace.core.step_range import StepRange, ranges_text
 from headrace.core.times import parse_time
 from headrace.schemas.base import utc_now
 from headrace.schemas.state import ModelState

@@ -9,8 +9,8 @@ import typer
 
 from headrace.cli.arguments import Model, Project, counts, model_id, moment, number, print_table
 from headrace.cli.model_history import ModelHistory, read_history
+from headrace.core.ledger import StepRange
 from headrace.core.settings import Settings
-from headrace.core.step_range import StepRange
 from headrace.schemas.state import StepRecord
 
 Steps = Annotated[str | None, typer.Option(help="Only these: A..B, A.., ..B or A.")]

@@ -13,12 +13,11 @@ from pathlib import Path
 from headrace.core.durability import durability
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
-from headrace.core.local.java import find_java, major_version
+from headrace.core.local.distribution import find_java, major_version
 from headrace.core.models import list_models
 from headrace.core.settings import BaseModelEntry, Settings
 from headrace.core.store import open_store
-from headrace.core.topic_admin import show
-from headrace.core.topic_metadata import partition_counts
+from headrace.core.topic_admin import partition_counts, show
 
 REQUEST_TIMEOUT_MS = 5000
 """A person waits: shorter than a service would."""

@@ -20,7 +20,7 @@ from headrace.core.fetching import fetch_offsets
 from headrace.core.kafka import ClientOptions, client_options
 from headrace.core.reading import OffsetLostError, offsets_since, stream_to_end
 from headrace.core.settings import Settings
-from headrace.core.topic_metadata import partition_count
+from headrace.core.topic_admin import partition_count
 from headrace.schemas.dead_letters import (
     ERROR_REASON,
     ERROR_SHA256,
@@ -31,7 +31,7 @@ from headrace.schemas.dead_letters import (
 )
 from headrace.schemas.dead_letters import is_dead_letter as is_letter
 from headrace.schemas.envelope import header_text, open_record
-from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import CodecError
 
 CLIENT_ID = "headrace-dead-letters"
 _EPOCH = datetime.fromtimestamp(0, UTC)

@@ -13,7 +13,7 @@ from aiokafka.errors import for_code
 
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions
-from headrace.core.topic_metadata import open_admin
+from headrace.core.topic_admin import open_admin
 from headrace.schemas.topics import TOPICS, Topics
 
 _REPLICAS, _IN_SYNC = 3, 2

@@ -16,9 +16,8 @@ import cramjam
 from headrace.core.payloads import MAX_RAW_BYTES, ZSTD_LEVEL, PayloadTooLargeError, PayloadUnreadableError, redeem
 from headrace.core.store.interface import ObjectStore
 from headrace.schemas.codec import SampledGroup, decode_group, encode_json, sampled
-from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import GroupSet
-from headrace.schemas.reasons import DeadLetterReason
+from headrace.schemas.reasons import CodecError, DeadLetterReason
 from headrace.schemas.trajectory import NO_REWARD, TrajectoryGroup
 
 

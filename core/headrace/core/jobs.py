@@ -18,8 +18,7 @@ from headrace.core.lanes import lane_of
 from headrace.core.models import get_model
 from headrace.core.reading import follow, read_to_end
 from headrace.core.settings import Settings
-from headrace.core.topic_admin import lane_count
-from headrace.core.topic_metadata import partition_count
+from headrace.core.topic_admin import lane_count, partition_count
 from headrace.schemas.commands import CancelJob, PauseJob, ResumeJob
 from headrace.schemas.jobs import TRANSITIONS, JobDocument, JobState
 

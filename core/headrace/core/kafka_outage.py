@@ -24,7 +24,7 @@ from aiokafka.errors import KafkaConnectionError, KafkaError, KafkaTimeoutError,
 from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, KafkaUnavailableError
-from headrace.core.topic_metadata import cluster_id
+from headrace.core.topic_admin import cluster_id
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from pydantic import BaseModel
 from headrace.core.errors import HeadraceError
 from headrace.core.polling import leave_out
 from headrace.schemas.envelope import header_text, open_record, type_of
-from headrace.schemas.errors import CodecError
-from headrace.schemas.keys import key_of
-from headrace.schemas.reasons import DeadLetterReason
+from headrace.schemas.reasons import CodecError, DeadLetterReason
+from headrace.schemas.topics import key_of
 
 _OF_ANOTHER_RELEASE = {DeadLetterReason.UNSUPPORTED_VERSION, DeadLetterReason.INVALID_SCHEMA}
 

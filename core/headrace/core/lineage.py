@@ -25,8 +25,7 @@ from headrace.core.store import DigestMismatchError, ObjectStore
 from headrace.core.topic_admin import lane_count
 from headrace.schemas.envelope import header_text, type_of
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
-from headrace.schemas.report import ReportedGroup, StepReport
-from headrace.schemas.state import ModelState, Pending, Rebased, StepRecord
+from headrace.schemas.state import ModelState, Pending, Rebased, ReportedGroup, StepRecord, StepReport
 
 _THREADS = 8
 _REFUSALS = {type_of(GroupRejected), type_of(TrajectoryRejected)}

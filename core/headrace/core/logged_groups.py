@@ -18,9 +18,8 @@ from headrace.schemas.carried import CARRIED
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.codec import JSON_TYPE, SampledGroup, decode_group
 from headrace.schemas.envelope import header_text, model_of, open_record
-from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import TrainingJob
-from headrace.schemas.reasons import DeadLetterReason
+from headrace.schemas.reasons import CodecError, DeadLetterReason
 from headrace.schemas.topics import TRAJECTORY_GROUPS
 
 GROUP_RECORDS = CARRIED[TRAJECTORY_GROUPS]

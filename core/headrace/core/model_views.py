@@ -16,7 +16,7 @@ from headrace.core.lanes import lane_of
 from headrace.core.polling import leave_out
 from headrace.schemas.commands import COMMANDS, Command, CreateModel, DeleteModel, ResumeModel
 from headrace.schemas.envelope import header_text, open_record
-from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.state import LaneState, ModelState
 from headrace.schemas.training import ModelSettings
 from headrace.schemas.weights import WeightsRef

@@ -11,9 +11,8 @@ import cramjam
 import numpy as np
 
 from headrace.core.errors import HeadraceError
-from headrace.core.store.digests import sha256_of_bytes
-from headrace.core.store.errors import InvalidKeyError, ObjectNotFoundError
-from headrace.core.store.interface import ObjectStore
+from headrace.core.store.folders import sha256_of_bytes
+from headrace.core.store.interface import InvalidKeyError, ObjectNotFoundError, ObjectStore
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.jobs import GroupSet
 

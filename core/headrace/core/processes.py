@@ -3,6 +3,11 @@
 Guarantees of `die_with`: on Linux the kernel kills the child at once, also in the middle of a computation. Limitations: elsewhere it ends
 at its next read of a pipe from the parent; and on Linux "the parent" is the thread that started the child: start it from one that lives
 as long as the process.
+
+Folders for data: only the user of the process can enter them.
+
+Guarantees: each folder that `make_private_folder` creates, missing parents too, has mode 700. A folder that exists keeps its mode: an
+operator can open one on purpose.
 """
 
 import contextlib
@@ -55,3 +60,22 @@ def bound_memory(share: float) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most, limits[1]))
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
+
+
+_OWNER_ALONE = 0o700
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create the folder and its missing parents; an existing folder stays as it is.
+
+    Raises:
+        OSError: it can't be created, or something else has its name.
+    """
+    try:
+        folder.mkdir(mode=_OWNER_ALONE)
+    except FileNotFoundError:
+        make_private_folder(folder.parent)
+        folder.mkdir(mode=_OWNER_ALONE, exist_ok=True)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise

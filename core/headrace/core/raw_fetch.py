@@ -24,8 +24,7 @@ from aiokafka.record.memory_records import _MemoryRecordsPy
 from aiokafka.record.util import decode_varint
 
 from headrace.core.unpacking import TooLargeError, headers_at
-from headrace.schemas.errors import CodecError
-from headrace.schemas.reasons import DeadLetterReason
+from headrace.schemas.reasons import CodecError, DeadLetterReason
 
 _LAYOUT_WITH_REPLICA = 11
 """From this version on, a partition's part of a response ends with a preferred replica before the records."""

@@ -22,7 +22,7 @@ from aiokafka.errors import OffsetOutOfRangeError
 from headrace.core.errors import HeadraceError, OutageError
 from headrace.core.kafka import ClientOptions, plain_errors
 from headrace.core.polling import poll, readable
-from headrace.core.topic_metadata import partition_count
+from headrace.core.topic_admin import partition_count
 
 POLL_MS = 25
 """A poll returns early with records, and at the latest after this: markers alone move the position without waking the poll."""

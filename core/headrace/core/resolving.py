@@ -43,7 +43,7 @@ from headrace.core.deadline import deadline
 from headrace.core.kafka import ClientOptions, client_options
 from headrace.core.lanes import lane_of
 from headrace.core.settings import Settings
-from headrace.core.topic_metadata import partition_counts
+from headrace.core.topic_admin import partition_counts
 from headrace.core.unpacking import MAX_BATCH_BYTES
 from headrace.schemas.dead_letters import DeadLetterResolved
 from headrace.schemas.envelope import seal

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from headrace.core.step_range import ranges_text
+from headrace.core.ledger import ranges_text
 from headrace.schemas.state import StepRecord
 from headrace.schemas.training import SftConfig
 

@@ -20,7 +20,7 @@ from typing import Self
 from headrace.core.errors import HeadraceError
 from headrace.core.local import supervisor
 from headrace.core.local.process import tail
-from headrace.core.private_folder import make_private_folder
+from headrace.core.processes import make_private_folder
 
 GRACE_S = 10
 """Seconds between SIGTERM and SIGKILL."""

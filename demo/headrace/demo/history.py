@@ -20,8 +20,8 @@ from headrace.schemas.base import Record
 from headrace.schemas.carried import CARRIED
 from headrace.schemas.codec import JSON_TYPE, SampledGroup, decode_group
 from headrace.schemas.envelope import header_text
-from headrace.schemas.errors import CodecError
 from headrace.schemas.events import GroupRejected, StepCompleted
+from headrace.schemas.reasons import CodecError
 
 ENDS = 10
 """Steps at each end whose mean reward is reported; a third of a short run."""

@@ -27,8 +27,7 @@ from headrace.core.lanes import lane_of
 from headrace.core.local import LocalBroker
 from headrace.core.models import create_model, model_id_of, wait_for_model
 from headrace.core.settings import BaseModelEntry, Settings, StoreSettings
-from headrace.core.topic_admin import apply
-from headrace.core.topic_metadata import open_admin
+from headrace.core.topic_admin import apply, open_admin
 from headrace.demo import smollm2
 from headrace.demo.board import Board
 from headrace.demo.children import Child, Children

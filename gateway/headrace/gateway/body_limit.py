@@ -24,9 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.core.settings import GatewaySettings
 from headrace.gateway.access import identify
 from headrace.gateway.problems import FaultError, ProblemError, UnprocessableError, answer, faults_answer
-from headrace.gateway.training_jobs.faults import parts_of
-from headrace.schemas.errors import CodecError
+from headrace.gateway.training_jobs.config import parts_of
 from headrace.schemas.parsing import write_json
+from headrace.schemas.reasons import CodecError
 
 PLAIN_BYTES = 256 * 1024
 _DEEPEST = 100

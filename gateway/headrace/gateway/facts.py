@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from headrace.gateway.gate import Gate
 from headrace.gateway.log_writer import Sealed, Turn, sealed
-from headrace.schemas.keys import key_of
+from headrace.schemas.topics import key_of
 
 
 def fact_record(gate: Gate, fact: BaseModel) -> Sealed:

@@ -47,7 +47,7 @@ from headrace.gateway.serving import (
     without_latest_served,
 )
 from headrace.gateway.tables import is_model
-from headrace.gateway.training_jobs.seen import is_deleted
+from headrace.gateway.training_jobs.events import is_deleted
 
 router = APIRouter(tags=["inference"])
 

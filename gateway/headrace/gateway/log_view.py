@@ -21,8 +21,7 @@ from headrace.core.kafka import ClientOptions, KafkaUnavailableError, client_opt
 from headrace.core.kafka_outage import log_trouble
 from headrace.core.polling import poll, readable
 from headrace.core.settings import Settings
-from headrace.core.topic_admin import lane_count
-from headrace.core.topic_metadata import partition_count
+from headrace.core.topic_admin import lane_count, partition_count
 from headrace.gateway.tables import FOLLOWED, Tables
 from headrace.schemas.topics import TRAINING_EVENTS
 

@@ -18,7 +18,7 @@ from headrace.gateway.gate import Gate
 from headrace.gateway.rlor.resources import PROJECT
 from headrace.gateway.tables import Tables
 from headrace.schemas.gateway import checkpoint_key
-from headrace.schemas.rlor_resources import DatasetFile, account_files_prefix
+from headrace.schemas.rlor import DatasetFile, account_files_prefix
 
 _OF_A_MODEL = re.compile(r"(?:models|logged)/(?P<model>[^/]+)/.")
 _OF_A_CHECKPOINT = re.compile(r"models/(?P<model>[^/]+)/(?P<incarnation>[^/]+)/weights/(?P<step>[0-9]{8,18})-")

@@ -6,6 +6,11 @@ else there is to know of an old step is read from the ledger at its offset (`led
 Guarantees: about 150 bytes for each old step, and a bounded number for the rest, however long the run is; a spike of a metric is in the
 curve for ever (lowest and highest as float32). Limitations: curves of metrics beyond `_NAMES`; the exact values of an old step without
 reading it.
+
+Old steps whole, read from the ledger at the offsets that the tables have of them.
+
+Guarantees: what is answered is the committed record of that very step. Limitations: steps that retention took (the ledger is kept for ever
+unless someone changed that); they are left out.
 """
 
 import re
@@ -13,10 +18,15 @@ import uuid
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from headrace.core.fetching import fetch_offsets
+from headrace.core.kafka import client_options
+from headrace.core.kept import open_kept
+from headrace.core.reading import OffsetLostError
+from headrace.core.settings import Settings
 from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import StepRecord
 from headrace.schemas.weights import WeightsRef
@@ -328,3 +338,24 @@ def _weights_of(old: _Old, stem: str) -> WeightsRef:
     if not isinstance(old, bytes):
         return WeightsRef(uri=old[0], digest=old[1])
     return WeightsRef(uri=f"{stem}{uuid.UUID(bytes=old[32:48])}", digest=old[:32].hex())
+
+
+async def whole_steps(settings: Settings, history: StepHistory, steps: Iterable[int]) -> dict[int, StepEntry]:
+    """Steps by their numbers: those that are held, the others from the ledger.
+
+    Raises:
+        HeadraceError: Kafka does not answer, or a record can't be read.
+    """
+    wanted = set(steps)
+    found = {entry.step: entry for entry in history.recent if entry.step in wanted}
+    places = history.offsets_of([step for step in wanted if step not in found])
+    options, topic = client_options(settings.kafka, "headrace-gateway"), settings.topic_names.steps
+    try:
+        records = await fetch_offsets(options, topic, history.partition, places)
+    except OffsetLostError as error:
+        records = await fetch_offsets(options, topic, history.partition, places.keys() - set(error.missing))
+    for record in records.values():
+        step = open_kept(record, (StepRecord,))
+        if isinstance(step, StepRecord):
+            found[step.step] = entry_of(step)
+    return found

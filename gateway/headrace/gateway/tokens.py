@@ -5,8 +5,15 @@ The secret has 256 random bits, so a slow hash would add nothing. Guarantees: th
 comparing takes the same time whatever the secret; a file that was changed is read again with the next request; creates and revokes of
 any number of processes take turns by a lock file next to the tokens, so none undoes another, and each is durable when the call returns.
 Limitations: tokens do not expire; the file system must have `flock`.
+
+Keys that requests hold: encrypted before they go into the log, or refused.
+
+Guarantees: what `seal` returns can be read with the same `gateway.secrets_key` only (Fernet: AES-128-CBC with an HMAC, the key derived by
+HKDF-SHA256); without that setting nothing is taken. Errors name the field, never the value. Limitations: a change of the key; what was
+encrypted with the one before can't be read any more, and says so.
 """
 
+import base64
 import contextlib
 import fcntl
 import hashlib
@@ -18,10 +25,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from cryptography.fernet import Fernet, InvalidToken
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from headrace.core.errors import HeadraceError
-from headrace.core.private_folder import make_private_folder
+from headrace.core.processes import make_private_folder
 from headrace.core.settings import GatewaySettings
 from headrace.schemas.base import utc_now
 
@@ -194,3 +204,62 @@ def _parse(lines: Iterable[str], where: str) -> dict[str, StoredToken]:
 
 def _digest(salt: str, secret: str) -> str:
     return hashlib.sha256(bytes.fromhex(salt) + secret.encode(errors="replace")).hexdigest()
+
+
+_SHORTEST = 32
+
+
+class SecretBoxError(HeadraceError):
+    """A secret that can't be kept or read."""
+
+
+class SecretBox:
+    """Encrypts with one key.
+
+    Args:
+        key: `gateway.secrets_key`.
+
+    Raises:
+        SecretBoxError: the key is too short.
+    """
+
+    def __init__(self, key: SecretStr | None) -> None:
+        self._fernet: Fernet | None = None
+        if key is not None:
+            text = key.get_secret_value().encode()
+            if len(text) < _SHORTEST:
+                raise SecretBoxError(
+                    f"gateway.secrets_key has {len(text)} bytes: a random text of {_SHORTEST} characters or more is needed"
+                )
+            derived = HKDF(algorithm=SHA256(), length=32, salt=None, info=b"headrace secret box").derive(text)
+            self._fernet = Fernet(base64.urlsafe_b64encode(derived))
+
+    def seal(self, field: str, secret: str) -> str:
+        """Encrypt.
+
+        Args:
+            field: For the message.
+            secret: Clear text.
+
+        Raises:
+            SecretBoxError: there is no key.
+        """
+        if self._fernet is None:
+            raise SecretBoxError(
+                f"{field}: this gateway takes no keys, since it can't encrypt them: set gateway.secrets_key (a random text of {_SHORTEST} "
+                "characters or more), or leave the field out"
+            )
+        return self._fernet.encrypt(secret.encode()).decode()
+
+    def open(self, field: str, sealed: str) -> str:
+        """Decrypt.
+
+        Raises:
+            SecretBoxError: there is no key, or another one.
+        """
+        try:
+            if self._fernet is not None:
+                return self._fernet.decrypt(sealed.encode()).decode()
+        except InvalidToken:
+            pass
+        raise SecretBoxError(f"{field}: it was encrypted with another gateway.secrets_key than this gateway has: give it again")

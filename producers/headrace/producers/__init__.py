@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.producers.delivery import DeliveryReport
     from headrace.producers.errors import BufferFullError, DeliveryError, InvalidGroupError, ProducerClosedError, ProducerError
+    from headrace.producers.outgoing import DeliveryReport
     from headrace.producers.pacing import PaceGate
     from headrace.producers.producer import TrajectoryProducer
     from headrace.producers.sync import SyncTrajectoryProducer

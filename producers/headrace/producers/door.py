@@ -12,7 +12,7 @@ import uuid
 from headrace.producers.errors import InvalidGroupError
 from headrace.schemas.chat import Choice
 from headrace.schemas.codec import JSON_TYPE, SAFETENSORS_TYPE, SampledGroup, encode_json, encode_safetensors, sampled
-from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.trajectory import NO_REWARD, TrajectoryGroup
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")

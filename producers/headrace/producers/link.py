@@ -21,7 +21,7 @@ from headrace.core.kafka import KafkaUnavailableError, client_options, plain_err
 from headrace.core.kafka_outage import folding
 from headrace.core.outages import said
 from headrace.core.settings import Settings
-from headrace.core.topic_metadata import partition_count
+from headrace.core.topic_admin import partition_count
 from headrace.producers.errors import DeliveryError
 
 BATCH_BYTES = 256 * 1024

@@ -1,6 +1,8 @@
 """A group on its way: what has passed the door, what it weighs in the buffer, and the record it becomes.
 
 Guarantees: above the inline limit the payload is durable in the object store before there is a record that names it.
+
+What the producer says about a group that is in the log.
 """
 
 from dataclasses import dataclass
@@ -153,3 +155,21 @@ def keep_last_turns(groups: "list[Group]") -> None:
 
 def _inner(group: "Group") -> TrajectoryGroup:
     return group.group if isinstance(group, SampledGroup) else group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeliveryReport:
+    """A group was acknowledged by all in-sync replicas.
+
+    Example: `DeliveryReport(topic="headrace.trajectory-groups", partition=3, offset=17, group_id="g", claimed=False, size=1024)`.
+    """
+
+    topic: str
+    partition: int
+    """The model's lane."""
+    offset: int
+    group_id: str
+    claimed: bool
+    """The payload went to the object store, and a claim check to Kafka."""
+    size: int
+    """Bytes of the encoded group, before any compression."""

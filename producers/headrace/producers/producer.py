@@ -29,15 +29,14 @@ from headrace.core.reading import ReadStalledError
 from headrace.core.settings import Settings
 from headrace.core.store import ObjectStore, open_store
 from headrace.producers.buffer import ByteBuffer
-from headrace.producers.delivery import DeliveryReport
 from headrace.producers.door import check_id, encode
 from headrace.producers.errors import BufferFullError, DeliveryError, InvalidGroupError, ProducerClosedError
 from headrace.producers.link import BATCH_BYTES, KafkaLink
-from headrace.producers.outgoing import Group, Outgoing, keep_last_turns, mark_with_job
+from headrace.producers.outgoing import DeliveryReport, Group, Outgoing, keep_last_turns, mark_with_job
 from headrace.producers.signals import termination
 from headrace.schemas.envelope import seal
-from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import TrainingJob
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.training import SftConfig, TrainConfig
 
 _log = logging.getLogger(__name__)

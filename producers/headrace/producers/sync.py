@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from headrace.core.settings import Settings
-from headrace.producers.delivery import DeliveryReport
 from headrace.producers.errors import ProducerClosedError
-from headrace.producers.outgoing import Group
+from headrace.producers.outgoing import DeliveryReport, Group
 from headrace.producers.producer import Delivery, TrajectoryProducer
 from headrace.producers.signals import termination
 from headrace.schemas.training import SftConfig, TrainConfig

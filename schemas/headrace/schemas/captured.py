@@ -18,9 +18,9 @@ from typing import Any
 import orjson
 
 from headrace.schemas.dialects import Json
-from headrace.schemas.errors import CodecError
 from headrace.schemas.exchanges import Call, Exchanges, calls_of
 from headrace.schemas.parsing import shown, validate
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.reasons import DeadLetterReason as Reason
 
 OwnName = Callable[[str], bool]

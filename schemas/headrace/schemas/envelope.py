@@ -2,13 +2,20 @@
 
 Guarantees: header values are UTF-8; an unknown type or major version is refused with a reason, never guessed at. A record without
 `ce_type` is read as the topic's default type, so that `kcat` can write a group as plain JSON.
+
+JSON Schemas of the records, for readers and writers in other languages: one document a record, named like its `ce_type`.
+
+Guarantees: the same models give the same bytes. Says what may be written (fields with defaults are not required). Limitations: rules that
+span fields (lengths that must agree); those the codec checks.
 """
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
+import orjson
 from pydantic import BaseModel
 
 from headrace.schemas.base import utc_now
@@ -16,14 +23,13 @@ from headrace.schemas.claim import GroupClaim
 from headrace.schemas.commands import CancelJob, CreateModel, DeleteCheckpoints, DeleteModel, PauseJob, ResumeJob, ResumeModel
 from headrace.schemas.dead_letters import DeadLetterResolved
 from headrace.schemas.deployments import DeployedModel, DeploymentFact, HotLoad
-from headrace.schemas.errors import CodecError
 from headrace.schemas.events import GroupRejected, JobStateChanged, ModelStatusChanged, Starved, StepCompleted, TrajectoryRejected
 from headrace.schemas.gateway import DeletedCheckpoint, GatewayJob, LoggedGroups
 from headrace.schemas.jobs import JobDocument, TrainingJob
 from headrace.schemas.parsing import check_finite, load_json, validate, write_json
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.reasons import DeadLetterReason as Reason
-from headrace.schemas.rlor import RlorJob, RlorRun
-from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, ModelAlias
+from headrace.schemas.rlor import DatasetFact, DatasetFile, ModelAlias, RlorJob, RlorRun
 from headrace.schemas.state import LaneState, ModelState, StepRecord
 from headrace.schemas.trajectory import TrajectoryGroup
 from headrace.schemas.weights import EngineAlive, WeightsApplied, WeightsFailed, WeightsPublished
@@ -162,3 +168,20 @@ def model_of(headers: Mapping[str, str], allowed: Sequence[type[BaseModel]]) -> 
     if version != "v1":
         raise CodecError(Reason.UNSUPPORTED_VERSION, "ce_type", f"{ce_type!r}: this release reads {type_of(model)}")
     return model
+
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def json_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The schema of one record, with everything it refers to in `$defs`."""
+    name = type_of(model)
+    return {"$schema": DIALECT, "$id": f"urn:{name.replace('.', ':')}", **model.model_json_schema()}
+
+
+def json_schema_files() -> dict[str, str]:
+    """Every record's schema as file content by file name: `step-completed.v1.json`."""
+    return {
+        f"{type_of(model).removeprefix('headrace.')}.json": orjson.dumps(json_schema(model), option=orjson.OPT_INDENT_2).decode() + "\n"
+        for model in record_models()
+    }

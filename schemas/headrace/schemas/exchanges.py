@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field
 from headrace.schemas import dialects
 from headrace.schemas.base import Open
 from headrace.schemas.dialects import Json
-from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.reasons import DeadLetterReason as Reason
 
 _SUFFIX = re.compile(r"(?::(?:step|v)(\d+)|@(\d+)|:latest|@latest(?:-served)?)$")

@@ -10,8 +10,7 @@ from pydantic import BaseModel, Field
 
 from headrace.schemas.base import Record, utc_now
 from headrace.schemas.deployments import DeployedModel, DeploymentFact, HotLoad
-from headrace.schemas.rlor import RlorJob, RlorRun
-from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, ModelAlias
+from headrace.schemas.rlor import DatasetFact, DatasetFile, ModelAlias, RlorJob, RlorRun
 
 
 class GatewayJob(Record):

@@ -13,7 +13,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from headrace.schemas.base import all_finite, non_finite_paths
-from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.reasons import DeadLetterReason as Reason
 
 M = TypeVar("M", bound=BaseModel)

@@ -1,6 +1,8 @@
 """Why something was not trained on: the closed lists of reasons.
 
 Dead letters are for what can't be read; a rejection is for what was read and refused. Values are part of the wire: never renamed.
+
+The error of everything that can't be read: a reason from the closed list, the path of the field, and what is wrong there.
 """
 
 from enum import StrEnum
@@ -71,3 +73,19 @@ class RejectionReason(StrEnum):
     MODEL_DELETED = "model_deleted"
     MODEL_STOPPED = "model_stopped"
     STEP_FAILED = "step_failed"
+
+
+class CodecError(ValueError):
+    """A message that can't be read. `reason` is for machines; `path` and `detail` are for people.
+
+    Args:
+        reason: From the closed list of dead-letter reasons.
+        path: Where, as `trajectories[0].reward`; empty for the whole body.
+        detail: What is wrong and what to do.
+    """
+
+    def __init__(self, reason: DeadLetterReason, path: str, detail: str) -> None:
+        super().__init__(f"{path}: {detail}" if path else detail)
+        self.reason = reason
+        self.path = path
+        self.detail = detail

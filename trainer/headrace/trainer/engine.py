@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.core.job_outcome import turn_messages
+from headrace.core.job_views import turn_messages
 from headrace.schemas.state import Fingerprint, TrainingScalars
 from headrace.trainer.batches import RowShape, policy_updates, sft_options, sft_updates
 from headrace.trainer.computed import Clock, ComputedStep

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.core.errors import HeadraceError
-from headrace.schemas.report import RowsKept
-from headrace.schemas.state import Fingerprint, TrainingScalars
+from headrace.schemas.state import Fingerprint, RowsKept, TrainingScalars
 from headrace.schemas.training import ModelSettings, SftConfig, TrainConfig
 from headrace.trainer.groups import TokenizedGroup
 

@@ -36,7 +36,7 @@ import numpy.typing as npt
 import orjson
 from safetensors.numpy import save_file
 
-from headrace.schemas.report import ROWS_FILE
+from headrace.schemas.state import ROWS_FILE
 from headrace.trainer.groups import TokenSequence
 from headrace.trainer.metrics import TokenStats
 from headrace.trainer.placed import PlacedRow, placed_rows, sequence_blocks

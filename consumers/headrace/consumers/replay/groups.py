@@ -13,7 +13,7 @@ from datetime import datetime
 
 from aiokafka import ConsumerRecord, TopicPartition
 
-from headrace.consumers.replay.span import span_of
+from headrace.consumers.replay.start import span_of
 from headrace.consumers.replay.where import Where
 from headrace.core.fetching import records_in, single_reader
 from headrace.core.kafka import client_options, plain_errors
@@ -28,8 +28,8 @@ from headrace.core.topic_admin import lane_count
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.codec import SampledGroup
 from headrace.schemas.envelope import header_text, model_of
-from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import TrainingJob
+from headrace.schemas.reasons import CodecError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

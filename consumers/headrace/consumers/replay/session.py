@@ -3,33 +3,109 @@
 Guarantees: a name that is taken, a folder that exists, an option that does not fit and a group that no step trained on are refused before
 anything runs; the original's topics, offsets, events and objects are as before. Only a fork that is published writes: a folder of its own
 in the store, and one command. Steps that should be the ledger's and are not are never published.
+
+A fork becomes a model: its last state goes into the store, then a command asks the owner of the new model's lane to begin with it.
+
+Guarantees: the command is sent only after every file is durable; a name that lives is refused, by `check_name` before anything runs and
+again here, and then nothing stays in the store. Limitations: `forks/<uuid>/` after the owner has made its own snapshot of it, and where
+it is not known whether the command was sent: the command may still need it.
 """
 
 import asyncio
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 
-from headrace.consumers.replay.changes import Asked, ChangeError
-from headrace.consumers.replay.distance import WeightsDistance, weights_distance
+from headrace.consumers.replay.changes import Asked, ChangeError, WeightsDistance, weights_distance
 from headrace.consumers.replay.groups import GroupReader, RawGroup, Selection
-from headrace.consumers.replay.publish import check_name, publish_fork
 from headrace.consumers.replay.run import Fork, ReplayedStep, Task, replay
 from headrace.consumers.replay.start import NothingToReplayError, Route, find_route
 from headrace.consumers.worker.rerun import RESTART_CUTS, Changes, offsets_of
+from headrace.core.ledger import StepRange
 from headrace.core.model_views import ModelView
-from headrace.core.models import check_base_model, get_model
+from headrace.core.models import ModelRefusedError, UnknownModelError, check_base_model, create_model, get_model, model_id_of
 from headrace.core.settings import Settings
-from headrace.core.step_range import StepRange
-from headrace.core.store import ObjectNotFoundError, ObjectStore, fetch_folder, open_store
-from headrace.schemas.state import ModelState, StepRecord
+from headrace.core.store import ObjectNotFoundError, ObjectStore, fetch_folder, open_store, store_folder
+from headrace.schemas.state import ModelState, StartFrom, StepRecord, TrainingScalars
+from headrace.schemas.training import ModelSettings
 from headrace.schemas.weights import WeightsRef
 from headrace.trainer.options import merged_config
 from headrace.trainer.rank_main import seat_of_launcher
+
+
+async def check_name(settings: Settings, project: str, name: str) -> None:
+    """Refuse a name that a living model has.
+
+    Raises:
+        ModelRefusedError: it does, or these are the settings of a shadow.
+    """
+    if settings.worker.shadow_prefix is not None:
+        raise ModelRefusedError(
+            "--publish-to: a fork of a shadow has no groups of its own to train on (worker.shadow_prefix is set). Shadow with other "
+            "settings (`headrace models create --shadow-of`), or publish a fork of the model that is shadowed"
+        )
+    try:
+        known = await get_model(settings, model_id_of(settings.account, project, name))
+    except UnknownModelError:
+        return
+    if known.status not in {"deleted", "deleting"}:
+        raise ModelRefusedError(f"project {project!r} has a model {name!r} already: take another name, or delete it first")
+
+
+async def publish_fork(
+    settings: Settings, *, project: str, name: str, model: ModelSettings, snapshot: Path, last: StepRecord, scalars: TrainingScalars
+) -> ModelView:
+    """Store a fork's state and ask for the model.
+
+    Args:
+        settings: Of this process; the model will belong to `settings.worker.group`.
+        project: Of the new model.
+        name: Of the new model.
+        model: How it trains on.
+        snapshot: Folder with the state.
+        last: The last step that the fork has run.
+        scalars: Of the state.
+
+    Raises:
+        ModelRefusedError: the name was taken meanwhile.
+        HeadraceError: the store or the broker is away.
+    """
+    store = open_store(settings.store.url, settings.s3)
+    prefix = f"forks/{uuid.uuid4()}"
+    _, stored = await asyncio.to_thread(
+        store_folder,
+        store,
+        f"{prefix}/snapshot",
+        snapshot,
+        kind="snapshot",
+        model_id=last.model_id,
+        incarnation=last.incarnation,
+        step=last.step,
+        attempt=last.attempt,
+    )
+    start = StartFrom(
+        snapshot=stored,
+        scalars=scalars,
+        forked_from=last.model_id,
+        incarnation=last.incarnation,
+        step=last.step,
+        attempt=last.attempt,
+    )
+    try:
+        return await create_model(settings, project=project, name=name, model=model, start_from=start)
+    except ModelRefusedError:
+        await asyncio.to_thread(_delete, store, prefix)
+        raise
+
+
+def _delete(store: ObjectStore, prefix: str) -> None:
+    for stored in list(store.list(prefix + "/")):
+        store.delete(stored.key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,18 +4,25 @@ Snapshots are kept for recovery, the last few of each model, so a replay of earl
 the ledger, or, where a worker stored one between steps, by the store alone: its manifest says which attempt it is the state of. Guarantees:
 the state that is named exists, each of its files was seen in the store; the records are gapless from there to the last step that was asked
 for. Limitations: holding the snapshot against its owner, who may delete it the moment after; the run then says so.
+
+Where in the log to look: the offsets that times stand for.
+
+Times are those of `trajectory-groups`, which the broker stamps (LogAppendTime): they grow with the offsets, and no producer's clock counts.
+Guarantees: a span without records is empty, never an error.
 """
 
 import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
+from datetime import datetime
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from headrace.consumers.worker.rerun import RESTART_CUTS
 from headrace.consumers.worker.storage.stored_snapshots import stored_snapshots
 from headrace.core.errors import HeadraceError
-from headrace.core.ledger import read_ledger, stream_ledger
+from headrace.core.ledger import StepRange, read_ledger, stream_ledger
 from headrace.core.settings import Settings
-from headrace.core.step_range import StepRange
 from headrace.core.store import DigestMismatchError, ObjectNotFoundError, ObjectStore, read_manifest
 from headrace.schemas.state import ModelState, StepRecord
 from headrace.schemas.weights import WeightsRef
@@ -120,3 +127,29 @@ def _exists(store: ObjectStore, snapshot: WeightsRef) -> bool:
     except (ObjectNotFoundError, DigestMismatchError):
         return False
     return True
+
+
+async def span_of(
+    consumer: AIOKafkaConsumer, where: TopicPartition, end: int, since: datetime | None, until: datetime | None
+) -> tuple[int, int]:
+    """Offsets `[first, stop)` of the records that came between two times.
+
+    Args:
+        consumer: Any, of this cluster.
+        where: The partition.
+        end: Offset after the last record that is asked for.
+        since: Included; None: from the beginning.
+        until: Excluded; None: to the end.
+    """
+    first = (await consumer.beginning_offsets([where]))[where]
+    if since is not None:
+        first = max(first, await _offset_at(consumer, where, since, end))
+    stop = end if until is None else min(end, await _offset_at(consumer, where, until, end))
+    return first, max(first, stop)
+
+
+async def _offset_at(consumer: AIOKafkaConsumer, where: TopicPartition, time: datetime, end: int) -> int:
+    """Offset of the first record at or after a time; the end where there is none."""
+    milliseconds = max(0, int(time.timestamp() * 1000))
+    found = (await consumer.offsets_for_times({where: milliseconds}))[where]
+    return end if found is None else int(found.offset)

@@ -3,24 +3,32 @@
 Guarantees: a file appears whole, and never over another; a topic gets the original bytes, key and headers, at the partition that the key
 has there, each acknowledged by all in-sync replicas; the topics that Headrace itself works on in this cluster are refused, since a copy
 there would train again or break what it found. Limitations: payloads behind claims: the copied claim names this cluster's object store.
+
+Copying the groups that fit to where they are wanted: the work behind `headrace replay groups`.
+
+Guarantees: what can't be read is told at once and counted, the rest is copied. Limitations: continuing where an earlier copy was
+interrupted.
 """
 
 import asyncio
+import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from aiokafka import AIOKafkaProducer
 
-from headrace.consumers.replay.groups import RawGroup
+from headrace.consumers.replay.groups import GroupReader, RawGroup, Selection, Unusable
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options, plain_errors
 from headrace.core.lanes import lane_of
+from headrace.core.ledger import StepRange, read_ledger
 from headrace.core.settings import Settings
 from headrace.core.store.keys import TEMPORARY_PREFIX
-from headrace.core.topic_metadata import counts_of, open_admin
+from headrace.core.topic_admin import counts_of, open_admin
 from headrace.schemas.codec import encode_json
 from headrace.schemas.topics import TOPICS
 
@@ -156,3 +164,68 @@ async def _partitions(settings: Settings, here: ClientOptions, there: ClientOpti
     if count is None:
         raise TargetError(f"Kafka at {there['bootstrap_servers']} has no topic {topic}: create it first")
     return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """What came of a copy."""
+
+    groups: int
+    """Copied."""
+    of: int
+    """Groups of the model in the span."""
+    claims: int
+    """Of the copied ones, records whose payload stays in the object store; 0 where groups are written out."""
+    unusable: int
+
+
+async def copy_groups(
+    settings: Settings, model_id: str, selection: Selection, to: str, *, bootstrap: str | None, say: Callable[[Unusable], None]
+) -> Copied:
+    """Copy groups.
+
+    Args:
+        settings: Of this process.
+        model_id: Whose groups.
+        selection: Which.
+        to: `-`, `topic:NAME`, or the path of a new file.
+        bootstrap: Brokers of the topic's cluster; None: ours.
+        say: Called with what can't be copied.
+
+    Raises:
+        HeadraceError: the target can't be used, or Kafka or the store can't be reached.
+    """
+    groups = claims = unusable = 0
+    async with AsyncExitStack() as stack:
+        target = await _target(stack, settings, to, bootstrap)
+        reader = GroupReader(settings, model_id, selection, decode=target.decodes)
+        async for found in await stack.enter_async_context(aclosing(reader.read())):
+            if isinstance(found, Unusable):
+                unusable += 1
+                say(found)
+            else:
+                await target.put(found)
+                groups += 1
+                claims += found.claimed and not target.decodes
+    return Copied(groups=groups, of=reader.groups, claims=claims, unusable=unusable)
+
+
+async def trained_offsets(settings: Settings, model_id: str, steps: StepRange, shadow_of: str | None) -> frozenset[int]:
+    """Offsets of the groups that steps trained on, of the latest incarnation.
+
+    Raises:
+        HeadraceError: the ledger has none of these steps.
+    """
+    records = await read_ledger(settings, model_id, steps=steps, shadow_of=shadow_of)
+    if not records:
+        raise HeadraceError(f"the ledger has no step {steps} of model {model_id}: `headrace steps` lists those there are")
+    return frozenset(offset for record in records for span in record.offsets for offset in range(span.first, span.last + 1))
+
+
+async def _target(stack: AsyncExitStack, settings: Settings, to: str, bootstrap: str | None) -> Target:
+    if to == "-":
+        stack.callback(sys.stdout.buffer.flush)
+        return JsonLines(sys.stdout.buffer)
+    if to.startswith(TOPIC_PREFIX):
+        return await stack.enter_async_context(topic_copy(settings, to.removeprefix(TOPIC_PREFIX), bootstrap))
+    return stack.enter_context(json_file(Path(to)))

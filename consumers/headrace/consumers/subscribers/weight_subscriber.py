@@ -13,8 +13,7 @@ from urllib.parse import quote
 
 from headrace.consumers.subscribers.engine_acks import AckTopic, EngineAcks
 from headrace.consumers.subscribers.weight_adapters import WeightAdapter
-from headrace.consumers.subscribers.weight_applier import WeightApplier
-from headrace.consumers.subscribers.weight_cache import WeightCache
+from headrace.consumers.subscribers.weight_applier import WeightApplier, WeightCache
 from headrace.consumers.subscribers.weight_feed import WeightFeed
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options

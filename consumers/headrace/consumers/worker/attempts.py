@@ -12,7 +12,7 @@ from collections import deque
 
 from headrace.core.kafka import client_options
 from headrace.core.settings import Settings
-from headrace.core.topic_metadata import cluster_id
+from headrace.core.topic_admin import cluster_id
 
 _RECENT = 4
 """Attempts of a model at a time are at most one that is stored, one that is prepared, and one for a snapshot."""

@@ -24,7 +24,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options, plain_errors
 from headrace.core.kafka_outage import kafka_back, log_trouble
 from headrace.core.settings import Settings
-from headrace.core.topic_metadata import counts_of, open_admin
+from headrace.core.topic_admin import counts_of, open_admin
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,8 @@ from headrace.core.settings import Settings
 from headrace.schemas.commands import COMMANDS, CancelJob, CreateModel, DeleteCheckpoints, DeleteModel, PauseJob, ResumeJob, ResumeModel
 from headrace.schemas.dead_letters import record_bytes
 from headrace.schemas.envelope import header_text, open_record
-from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import JobState
-from headrace.schemas.reasons import DeadLetterReason, RejectionReason
+from headrace.schemas.reasons import CodecError, DeadLetterReason, RejectionReason
 from headrace.schemas.state import ModelState
 from headrace.schemas.topics import LANE_KEY_PREFIX
 

@@ -35,9 +35,8 @@ from headrace.core.polling import UnreadableRecord
 from headrace.core.settings import Settings
 from headrace.schemas.dead_letters import record_bytes
 from headrace.schemas.envelope import header_text
-from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import JobState, TrainingJob
-from headrace.schemas.reasons import DeadLetterReason, RejectionReason
+from headrace.schemas.reasons import CodecError, DeadLetterReason, RejectionReason
 
 _DELETED = "the model was deleted"
 _KEY_BYTES = 1024

@@ -25,7 +25,7 @@ from headrace.schemas.dead_letters import (
     record_digest,
 )
 from headrace.schemas.envelope import seal
-from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.topics import Topics
 
 _NAMESPACE = uuid.UUID("6f3f0c1e-8d0b-5a52-9a5e-6d1a0f0b7c11")

@@ -19,9 +19,9 @@ from headrace.consumers.worker.work_folder import WorkFolder
 from headrace.consumers.worker.world import TrainerWorld, WorldLostError
 from headrace.core.durability import durability
 from headrace.core.errors import HeadraceError
+from headrace.core.importing import keep_memory
 from headrace.core.kafka import ClientOptions, client_options
 from headrace.core.kafka_outage import folding, is_outage, kafka_back, kafka_problem, log_trouble
-from headrace.core.kept_memory import keep_memory
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
 from headrace.core.topic_admin import lane_count

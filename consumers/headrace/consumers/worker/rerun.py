@@ -30,8 +30,7 @@ from headrace.core.kafka import client_options
 from headrace.core.reading import OffsetLostError
 from headrace.core.settings import Settings
 from headrace.core.store import open_store
-from headrace.core.store.digests import sha256_of_file
-from headrace.core.store.folders import folder_digest
+from headrace.core.store.folders import folder_digest, sha256_of_file
 from headrace.schemas.state import Fingerprint, OffsetRange, StepRecord, TrainingScalars
 from headrace.schemas.training import ModelSettings, TrainConfig
 from headrace.schemas.weights import StoredFile, WeightsRef

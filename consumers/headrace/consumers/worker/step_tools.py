@@ -14,8 +14,8 @@ from headrace.consumers.worker.lane_model import LaneModel
 from headrace.consumers.worker.pipeline import Pipeline
 from headrace.consumers.worker.plans import StepPlans, state_key
 from headrace.consumers.worker.recovery import Recovery
-from headrace.consumers.worker.storage.snapshot_policy import SnapshotKeeper
 from headrace.consumers.worker.storage.step_files import store_snapshot
+from headrace.consumers.worker.storage.stored_snapshots import SnapshotKeeper
 from headrace.consumers.worker.transaction import TakenSnapshot
 from headrace.consumers.worker.world import StateNotHeldError, TrainerWorld
 from headrace.core.settings import Settings

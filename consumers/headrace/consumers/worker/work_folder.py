@@ -15,8 +15,8 @@ import re
 import shutil
 from pathlib import Path
 
-from headrace.core.private_folder import make_private_folder
-from headrace.core.store.errors import plain_os_error
+from headrace.core.processes import make_private_folder
+from headrace.core.store.interface import plain_os_error
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from headrace.core.local.errors import LocalServiceError
-from headrace.core.private_folder import make_private_folder
-from headrace.core.processes import runs
+from headrace.core.processes import make_private_folder, runs
 
 DYING_S = 15.0
 """How long to wait for a service whose owner is gone: it is on its way out."""

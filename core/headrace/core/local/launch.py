@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.local.cache import class_path, verify
-from headrace.core.local.distribution import Distribution
+from headrace.core.local.distribution import Distribution, find_java
 from headrace.core.local.errors import LocalServiceError
 from headrace.core.local.folder import ServiceFolder, ServiceNote
-from headrace.core.local.java import find_java
-from headrace.core.local.ports import choose
+from headrace.core.local.probe import choose
 from headrace.core.local.process import JavaProcess, tail
 
 START_TIMEOUT_S = 60.0

@@ -3,11 +3,19 @@
 An open port is not enough: a broker that still waits to be registered accepts connections. Ready means that it answers
 a Metadata request (version 2) with the expected cluster id and itself among the live brokers.
 Formats: https://kafka.apache.org/protocol, Metadata request and response v2. All integers are big-endian.
+
+Ports on the loopback address.
+
+Limitations: between choosing a port and the service's own bind another program may take it; services that chose their
+ports themselves start again with others then.
 """
 
+import contextlib
 import socket
 import struct
 from dataclasses import dataclass
+
+from headrace.core.local.errors import LocalServiceError
 
 METADATA = 3
 VERSION = 2
@@ -68,3 +76,38 @@ def _parse(body: bytes) -> ClusterAnswer:
         ports.append(reader.integer(">i"))
         reader.string()  # rack
     return ClusterAnswer(cluster_id=reader.string(), ports=tuple(ports))
+
+
+HOST = "127.0.0.1"
+
+
+def is_free(port: int) -> bool:
+    """True if a server could listen on `port` now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Java does: closed connections do not count
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def choose(count: int, *, fixed: int | None, remembered: list[int]) -> list[int]:
+    """`count` free ports: those remembered while they are free, the first `fixed` if given.
+
+    Raises:
+        LocalServiceError: `fixed` is taken.
+    """
+    if fixed and not is_free(fixed):
+        raise LocalServiceError(f"port {fixed} is taken by another program; name another port, or none to have a free one chosen")
+    chosen: list[int] = []
+    with contextlib.ExitStack() as held:  # held open until all are known, so that they differ
+        for place in range(count):
+            wish = fixed if place == 0 and fixed else next(iter(remembered[place : place + 1]), None)
+            if wish and wish not in chosen and (wish == fixed or is_free(wish)):
+                chosen.append(wish)
+                continue
+            probe = held.enter_context(socket.socket())
+            probe.bind((HOST, 0))
+            chosen.append(probe.getsockname()[1])
+    return chosen

@@ -7,6 +7,8 @@ Guarantees: signatures are checked; multipart, ranges and `If-None-Match: *` (41
 and, if free, the port survive a restart on the same folder; the server ends with this process, however that ends.
 Limitations: other machines, TLS, versions, and speed: it is for tests and demos.
 Blocks: everything here is synchronous, as in `broker`.
+
+The configuration of the local S3 server: S3Proxy over a folder.
 """
 
 import json
@@ -23,11 +25,45 @@ from headrace.core.local.distribution import S3PROXY
 from headrace.core.local.errors import LocalServiceError
 from headrace.core.local.folder import ServiceFolder
 from headrace.core.local.launch import Program, Running, launch
-from headrace.core.local.ports import HOST
-from headrace.core.local.s3_config import JVM_OPTIONS, LOGBACK, s3proxy_properties
+from headrace.core.local.probe import HOST
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
+
+
+JVM_OPTIONS = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.awt.headless=true")
+"""125 MB resident after a start, 310 MB after multipart uploads."""
+
+LOGBACK = """\
+<configuration>
+  <statusListener class="ch.qos.logback.core.status.NopStatusListener"/>
+  <appender name="file" class="ch.qos.logback.core.rolling.RollingFileAppender">
+    <file>{log}</file>
+    <rollingPolicy class="ch.qos.logback.core.rolling.FixedWindowRollingPolicy">
+      <fileNamePattern>{log}.%i</fileNamePattern>
+      <maxIndex>3</maxIndex>
+    </rollingPolicy>
+    <triggeringPolicy class="ch.qos.logback.core.rolling.SizeBasedTriggeringPolicy"><maxFileSize>10MB</maxFileSize></triggeringPolicy>
+    <encoder><pattern>%d %-5level %msg \\(%logger{{20}}\\)%n</pattern></encoder>
+  </appender>
+  <root level="warn"><appender-ref ref="file"/></root>
+</configuration>
+"""
+"""At debug, logback's own default, the server is several times slower."""
+
+
+def s3proxy_properties(*, data: Path, port: int, access_key: str, secret_key: str) -> str:
+    """The text of `s3proxy.properties`; it holds the secret."""
+    settings = {
+        "s3proxy.endpoint": f"http://{HOST}:{port}",
+        "s3proxy.authorization": "aws-v2-or-v4",
+        "s3proxy.identity": access_key,
+        "s3proxy.credential": secret_key,
+        "jclouds.provider": "filesystem-nio2",
+        "jclouds.filesystem.basedir": str(data),
+    }
+    return "".join(f"{key}={value}\n" for key, value in settings.items())
+
 
 REGION = "us-east-1"
 """S3Proxy takes any; boto3 wants one for signing."""

@@ -7,18 +7,19 @@
 All calls block; from an event loop use `asyncio.to_thread`. A store may be used by many threads at once.
 """
 
-from headrace.core.store.errors import (
+from headrace.core.store.folders import fetch_folder, read_manifest, store_folder
+from headrace.core.store.interface import (
     DigestMismatchError,
     InvalidKeyError,
     ObjectExistsError,
     ObjectNotFoundError,
+    ObjectStore,
+    StoredObject,
     StoreError,
     StoreFullError,
     StoreMisconfiguredError,
     StoreUnavailableError,
 )
-from headrace.core.store.folders import fetch_folder, read_manifest, store_folder
-from headrace.core.store.interface import ObjectStore, StoredObject
 from headrace.core.store.opening import open_store
 
 __all__ = [

@@ -22,17 +22,19 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from headrace.core.private_folder import make_private_folder
-from headrace.core.store.digests import Tally, check, file_chunks, sha256_of_bytes, sha256_of_file, verified, write_verified
-from headrace.core.store.errors import (
+from headrace.core.processes import make_private_folder
+from headrace.core.store.folders import Tally, check, file_chunks, sha256_of_bytes, sha256_of_file, verified, write_verified
+from headrace.core.store.interface import (
+    FOLDER_THREADS,
     ObjectExistsError,
     ObjectNotFoundError,
+    ObjectStore,
+    StoredObject,
     StoreError,
     StoreMisconfiguredError,
     StoreUnavailableError,
     plain_os_error,
 )
-from headrace.core.store.interface import FOLDER_THREADS, ObjectStore, StoredObject
 from headrace.core.store.keys import STORE_FILE, TEMPORARY_PREFIX, check_key, check_prefix, key_of
 
 

@@ -4,7 +4,7 @@ A key is `a/b/c`: 1 to 900 bytes of UTF-8, components of 1 to 255 bytes. Refused
 control characters, backslashes, and the names that file stores use for files that are being written.
 """
 
-from headrace.core.store.errors import InvalidKeyError
+from headrace.core.store.interface import InvalidKeyError
 
 MAX_KEY_BYTES = 900
 """S3 takes 1,024 with the store's prefix."""

@@ -4,9 +4,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from headrace.core.settings import S3Settings
-from headrace.core.store.errors import InvalidKeyError
 from headrace.core.store.files import FileStore
-from headrace.core.store.interface import ObjectStore
+from headrace.core.store.interface import InvalidKeyError, ObjectStore
 
 
 def open_store(url: str, s3: S3Settings) -> ObjectStore:

@@ -23,19 +23,20 @@ from typing_extensions import override
 
 from headrace.core.outages import said
 from headrace.core.settings import S3Settings
-from headrace.core.store.digests import Tally, check, sha256_of_bytes, sha256_of_file, verified, write_verified
-from headrace.core.store.errors import (
+from headrace.core.store.folders import Tally, check, sha256_of_bytes, sha256_of_file, verified, write_verified
+from headrace.core.store.interface import (
     DigestMismatchError,
     InvalidKeyError,
     ObjectExistsError,
     ObjectNotFoundError,
+    ObjectStore,
+    StoredObject,
     StoreError,
     StoreFullError,
     StoreMisconfiguredError,
     StoreUnavailableError,
     plain_os_error,
 )
-from headrace.core.store.interface import ObjectStore, StoredObject
 from headrace.core.store.keys import check_key, check_prefix, key_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from headrace.engine.http.requests import ChatRequest, CompletionRequest
-from headrace.engine.http.thoughts import ThoughtReader, ThoughtStream
-from headrace.engine.http.tool_calls import ToolCallReader, ToolCallStream
+from headrace.engine.http.tool_calls import ThoughtReader, ThoughtStream, ToolCallReader, ToolCallStream
 from headrace.engine.sampling.decoding import Alternatives
 from headrace.engine.sampling.sampled_row import RowPiece
 from headrace.engine.serving.served_model import Policy

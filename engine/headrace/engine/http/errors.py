@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from headrace.engine.sampling.batching import EngineBusyError, SamplingError
 from headrace.engine.serving.served_model import NoSuchPolicyError, PolicyNotReadyError
-from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import CodecError
 from headrace.trainer.chat_text import ChatTextError
 
 logger = logging.getLogger(__name__)

@@ -12,14 +12,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from headrace.engine.http.errors import ApiError
-from headrace.engine.sampling.drawing import RowDraw
-from headrace.engine.sampling.model_facts import ModelFacts
+from headrace.engine.sampling.decoding import RowDraw
+from headrace.engine.sampling.engine_weights import ModelFacts
 from headrace.engine.sampling.sampled_row import RowRequest
 from headrace.schemas.base import Open
 from headrace.schemas.chat import Message, Tool
-from headrace.schemas.errors import CodecError
 from headrace.schemas.parsing import load_json, validate
-from headrace.schemas.reasons import DeadLetterReason
+from headrace.schemas.reasons import CodecError, DeadLetterReason
 
 MOST_CHOICES = 128
 _SEEDS = 2**63

@@ -14,12 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from headrace.engine.sampling.chat_prompts import ChatMessage, continuation, prompt_ids
-from headrace.engine.sampling.decoding import decode
-from headrace.engine.sampling.drawing import draw_from
-from headrace.engine.sampling.engine_weights import EngineWeights
-from headrace.engine.sampling.generation import Generation
-from headrace.engine.sampling.model_facts import facts_of
+from headrace.engine.sampling.decoding import decode, draw_from
+from headrace.engine.sampling.engine_weights import EngineWeights, facts_of
+from headrace.engine.sampling.generation import ChatMessage, Generation, continuation, prompt_ids
 from headrace.schemas.chat import Tool
 
 Request = Sequence[ChatMessage] | Sequence[int]

@@ -11,10 +11,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from headrace.engine.sampling.decoding import Alternatives, decode
-from headrace.engine.sampling.drawing import SeededDraw
-from headrace.engine.sampling.engine_weights import EngineWeights
-from headrace.engine.sampling.model_facts import facts_of
+from headrace.engine.sampling.decoding import Alternatives, SeededDraw, decode
+from headrace.engine.sampling.engine_weights import EngineWeights, facts_of
 from headrace.engine.sampling.sampled_row import SampledRow
 
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.consumers.subscribers.engine_acks import EngineAcks
-from headrace.consumers.subscribers.weight_applier import WeightApplier
-from headrace.consumers.subscribers.weight_cache import WeightCache
-from headrace.consumers.subscribers.weight_target import WeightTarget
+from headrace.consumers.subscribers.weight_applier import WeightApplier, WeightCache
+from headrace.consumers.subscribers.weight_feed import WeightTarget
 from headrace.core.deadline import deadline
 from headrace.core.errors import HeadraceError
 from headrace.core.model_views import ModelView

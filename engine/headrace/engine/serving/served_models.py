@@ -15,14 +15,13 @@ from pathlib import Path
 from urllib.parse import quote
 
 from headrace.consumers.subscribers.engine_acks import STOP_SECONDS, AckTopic, EngineAcks
-from headrace.consumers.subscribers.weight_cache import WeightCache
+from headrace.consumers.subscribers.weight_applier import WeightCache
 from headrace.core.deadline import deadline
 from headrace.core.kafka import client_options
-from headrace.core.ledger import read_ledger
+from headrace.core.ledger import StepRange, read_ledger
 from headrace.core.model_names import pick_model
 from headrace.core.models import UnknownModelError
 from headrace.core.settings import Settings
-from headrace.core.step_range import StepRange
 from headrace.core.store import open_store
 from headrace.engine.sampling.batching import Batcher
 from headrace.engine.sampling.policy_engine import PolicyEngine

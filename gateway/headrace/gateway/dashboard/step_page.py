@@ -7,21 +7,18 @@ Limitations: groups beyond `_GROUPS` on one page.
 import asyncio
 from dataclasses import dataclass
 
-from headrace.core.ledger import read_ledger
+from headrace.core.ledger import StepRange, read_ledger
 from headrace.core.lineage import Lineage
 from headrace.core.model_views import ModelView
 from headrace.core.reports import NoReportError, read_report
-from headrace.core.step_range import StepRange
 from headrace.core.store import DigestMismatchError
 from headrace.gateway.dashboard.answers import GroupRow, StepPage, TrajectoryRow
-from headrace.gateway.dashboard.model_page import step_row
-from headrace.gateway.dashboard.seen import model_row
+from headrace.gateway.dashboard.seen import model_row, step_row
 from headrace.gateway.gate import Gate
-from headrace.gateway.ledger_reading import whole_steps
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.step_history import StepEntry
+from headrace.gateway.step_history import StepEntry, whole_steps
 from headrace.gateway.tables import Tables
-from headrace.schemas.report import ReportedGroup, ReportedTrajectory
+from headrace.schemas.state import ReportedGroup, ReportedTrajectory
 
 _GROUPS = 500
 

@@ -13,25 +13,32 @@ from headrace.core.fetching import fetch_offsets
 from headrace.core.kafka import client_options
 from headrace.core.logged_groups import group_body
 from headrace.core.model_views import ModelView
-from headrace.core.packed_rows import PackedRows, RowsUnreadableError, open_rows
 from headrace.core.payloads import PayloadError
 from headrace.core.reading import OffsetLostError
-from headrace.core.reports import NoReportError, RowsTooLargeError, read_rows
+from headrace.core.reports import NoReportError, PackedRows, RowsTooLargeError, RowsUnreadableError, open_rows, read_rows
 from headrace.core.store import DigestMismatchError
 from headrace.gateway.dashboard.answers import HistoryRow, Tokens, TrajectoryPage
-from headrace.gateway.dashboard.conversation import histories, is_assistant
-from headrace.gateway.dashboard.scored_tokens import Place, places_of, spans, tokens_at
+from headrace.gateway.dashboard.scored_tokens import (
+    Place,
+    histories,
+    is_assistant,
+    places_of,
+    said_texts,
+    spans,
+    texts_of,
+    tokenizer_of,
+    tokens_at,
+)
 from headrace.gateway.dashboard.seen import model_row
 from headrace.gateway.dashboard.step_page import StepGroups, step_groups, trajectory_row
-from headrace.gateway.dashboard.token_text import said_texts, texts_of, tokenizer_of
 from headrace.gateway.gate import Gate
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.step_history import StepEntry
 from headrace.gateway.tables import Tables
 from headrace.schemas.chat import Choice, MessageOrChoice
 from headrace.schemas.codec import decode_group
-from headrace.schemas.errors import CodecError
-from headrace.schemas.report import ReportedGroup
+from headrace.schemas.reasons import CodecError
+from headrace.schemas.state import ReportedGroup
 from headrace.schemas.trajectory import Trajectory
 
 _ROWS_BYTES = 256 * 1024 * 1024

@@ -23,7 +23,7 @@ from headrace.gateway.rlor.steps import check_output_model
 from headrace.gateway.rlor.wire import ListPage, Timestamp, Wire, parse_as, read_object, request_body
 from headrace.gateway.step_history import BriefStep, StepHistory
 from headrace.gateway.tables import Tables
-from headrace.schemas.rlor_resources import ModelAlias, model_alias_key
+from headrace.schemas.rlor import ModelAlias, model_alias_key
 
 router = APIRouter(prefix="/v1/accounts/{account}", tags=["RLOR: jobs"])
 

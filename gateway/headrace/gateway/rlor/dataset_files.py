@@ -20,12 +20,12 @@ import orjson
 
 from headrace.core.settings import S3Settings
 from headrace.core.store import ObjectStore, StoreError, open_store
-from headrace.core.store.digests import CHUNK_BYTES
+from headrace.core.store.folders import CHUNK_BYTES
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.dataset_lines import DatasetFaultError, RlLine, infer_format, read_line, split_lines
 from headrace.gateway.rlor.resources import find_record, records_under, resource_id, resource_name
 from headrace.gateway.tables import Tables
-from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, DatasetFormat, dataset_files_prefix, dataset_key
+from headrace.schemas.rlor import DatasetFact, DatasetFile, DatasetFormat, dataset_files_prefix, dataset_key
 
 S3_SECRET = "awsS3Config.credentialsSecret"  # noqa: S105 - a field's name
 _KEY_NAMES = ("aws_access_key_id", "aws_secret_access_key")

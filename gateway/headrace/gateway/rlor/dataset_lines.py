@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.core.errors import HeadraceError
 from headrace.schemas.chat import Message, Tool
-from headrace.schemas.errors import CodecError
 from headrace.schemas.parsing import load_json, validate
-from headrace.schemas.rlor_resources import DatasetFormat
+from headrace.schemas.reasons import CodecError
+from headrace.schemas.rlor import DatasetFormat
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_LINE_VALUES = 500_000

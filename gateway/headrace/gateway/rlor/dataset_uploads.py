@@ -35,7 +35,7 @@ from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.dataset_files import Dataset, delete_files, find_dataset, store_file
 from headrace.gateway.rlor.dataset_lines import DatasetFaultError
 from headrace.schemas.base import utc_now
-from headrace.schemas.rlor_resources import DatasetFact, DatasetFile, dataset_file_key, dataset_key
+from headrace.schemas.rlor import DatasetFact, DatasetFile, dataset_file_key, dataset_key
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from headrace.gateway.rlor.field_paths import ReadMask, resource_response
 from headrace.gateway.rlor.lists import ListParameters, list_page
 from headrace.gateway.rlor.resources import OwnAccount, check_id, delete_records, records_under
 from headrace.gateway.rlor.wire import Empty, Int64, ListPage, Status, Timestamp, Wire
-from headrace.schemas.rlor_resources import DatasetFact, dataset_file_key, dataset_key
+from headrace.schemas.rlor import DatasetFact, dataset_file_key, dataset_key
 
 router = APIRouter(prefix="/v1/accounts/{account}/datasets", tags=["RLOR: datasets"])
 

@@ -18,8 +18,7 @@ from headrace.gateway.rlor.job_fields import JobFields, TrainingConfig, WandbCon
 from headrace.gateway.rlor.models import find_step
 from headrace.gateway.rlor.resources import resource_id, resource_name
 from headrace.gateway.tables import Tables
-from headrace.schemas.rlor import RlorJob, rlor_job_key
-from headrace.schemas.rlor_resources import ModelAlias, model_alias_key
+from headrace.schemas.rlor import ModelAlias, RlorJob, model_alias_key, rlor_job_key
 from headrace.schemas.training import LoraSettings, ModelSettings, OptimizerSettings, TrainConfig
 from headrace.schemas.weights import WeightsRef
 

@@ -17,8 +17,7 @@ from weakref import WeakValueDictionary
 
 from pydantic import Field
 
-from headrace.core.job_outcome import outcome_messages
-from headrace.core.job_views import CANCELLING, JobView
+from headrace.core.job_views import CANCELLING, JobView, outcome_messages
 from headrace.core.model_views import ModelView
 from headrace.gateway.gate import Gate
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError

@@ -34,8 +34,8 @@ from headrace.gateway.rlor.resources import PROJECT, OwnAccount, resource_id, re
 from headrace.gateway.rlor.steps import check_output_model, prepare_step, seal_commands, without_step, write_job, write_step
 from headrace.gateway.rlor.tracking import NO_KEY, can_track, is_offline
 from headrace.gateway.rlor.wire import Empty, ListPage, Wire, parse_as, read_object, request_body
-from headrace.gateway.secret_box import SecretBox, SecretBoxError
 from headrace.gateway.tables import Tables
+from headrace.gateway.tokens import SecretBox, SecretBoxError
 from headrace.schemas.base import utc_now
 from headrace.schemas.commands import CancelJob, CreateModel, DeleteModel, ResumeJob, ResumeModel
 from headrace.schemas.jobs import JobState

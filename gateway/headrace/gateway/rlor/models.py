@@ -27,7 +27,7 @@ from headrace.gateway.step_history import BriefStep
 from headrace.gateway.tables import Tables
 from headrace.schemas.base import utc_now
 from headrace.schemas.jobs import JobState
-from headrace.schemas.rlor_resources import ModelAlias, model_alias_key
+from headrace.schemas.rlor import ModelAlias, model_alias_key
 from headrace.schemas.training import ModelSettings
 from headrace.schemas.weights import WeightsPublished
 

@@ -28,8 +28,8 @@ from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.dataset_files import Dataset, read_lines, read_s3_lines
 from headrace.gateway.rlor.dataset_lines import DatasetFaultError, Line, RlLine, RlSample, read_line
 from headrace.producers.errors import InvalidGroupError
-from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import GroupSet
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.trajectory import Trajectory, TrajectoryGroup
 
 _INLINE_BYTES = 8 * 1024 * 1024

@@ -28,13 +28,12 @@ from headrace.gateway.rlor.job_rules import reward_weights, step_config
 from headrace.gateway.rlor.job_status import KIND, find_job
 from headrace.gateway.rlor.resources import check_id, resource_id, resource_name
 from headrace.gateway.rlor.step_data import StepData, stage_step
-from headrace.gateway.secret_box import SecretBox, SecretBoxError
 from headrace.gateway.tables import Tables
+from headrace.gateway.tokens import SecretBox, SecretBoxError
 from headrace.schemas.commands import Command
 from headrace.schemas.gateway import GatewayJob
 from headrace.schemas.jobs import TrainingJob
-from headrace.schemas.rlor import RlorJob, RlorStep, rlor_job_key
-from headrace.schemas.rlor_resources import ModelAlias, model_alias_key
+from headrace.schemas.rlor import ModelAlias, RlorJob, RlorStep, model_alias_key, rlor_job_key
 
 _NAMESPACE = uuid.UUID("0c2a6f34-9b1f-5f0e-8f6b-6d2c9a1e7b55")
 

@@ -27,13 +27,13 @@ from headrace.core.kafka import client_options
 from headrace.core.kafka_outage import kafka_back, log_trouble
 from headrace.core.kept import kept_or_none
 from headrace.core.polling import poll, readable
-from headrace.core.private_folder import make_private_folder
+from headrace.core.processes import make_private_folder
 from headrace.gateway.facts import write_fact
 from headrace.gateway.gate import Gate
 from headrace.gateway.rlor.job_fields import JobFields, WandbConfig
 from headrace.gateway.rlor.job_status import FINISHED, job_from_record
 from headrace.gateway.rlor.resources import records_under
-from headrace.gateway.secret_box import SecretBox
+from headrace.gateway.tokens import SecretBox
 from headrace.schemas.rlor import RlorJob, RlorRun, rlor_run_key
 from headrace.schemas.state import StepRecord
 

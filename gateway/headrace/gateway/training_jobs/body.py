@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import msgspec
 from typing_extensions import Buffer
 
-from headrace.gateway.received import ReceivedBody
-from headrace.gateway.training_jobs.faults import Faults
+from headrace.gateway.readers import ReceivedBody
+from headrace.gateway.training_jobs.config import Faults
 from headrace.schemas.parsing import not_finite
 from headrace.schemas.surrogates import mended
 

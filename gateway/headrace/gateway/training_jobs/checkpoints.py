@@ -16,11 +16,11 @@ from headrace.core.lanes import lane_of
 from headrace.core.model_views import ModelView
 from headrace.gateway.access import KnownCaller
 from headrace.gateway.gate import OpenGate
-from headrace.gateway.ledger_reading import whole_steps
 from headrace.gateway.log_writer import sealed
+from headrace.gateway.step_history import whole_steps
 from headrace.gateway.tables import Tables, is_model
+from headrace.gateway.training_jobs.events import incarnation, is_deleted, model_of
 from headrace.gateway.training_jobs.pages import DEFAULT_LIMIT, After, Limit, Listed, Page, page
-from headrace.gateway.training_jobs.seen import incarnation, is_deleted, model_of
 from headrace.schemas.commands import DeleteCheckpoints
 from headrace.schemas.gateway import DeletedCheckpoint, checkpoint_key
 from headrace.schemas.state import offset_ranges

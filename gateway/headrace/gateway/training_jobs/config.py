@@ -3,22 +3,76 @@
 Guarantees: null is as not said, but for `epsilon_high`; options of newer clients that this release has not are accepted, kept out of the
 job, and named in a warning; a reference in the object store is one that the caller may name. Limitations: whether that exists; the step
 finds out, and the job fails with it.
+
+All that is wrong with a body, as far as one answer lists it.
+
+Guarantees: each fault has the place of its field, one fault a place; values of the body are not repeated beyond what the schemas' own
+messages say. Limitations: faults beyond `MOST`; the last item says that there are more.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
 
 from headrace.core.model_views import ModelView
+from headrace.gateway.problems import FaultError, UnprocessableError
 from headrace.gateway.reach import NotReachableError, Reach
 from headrace.gateway.tables import Tables
-from headrace.gateway.training_jobs.faults import Faults, parts_of
-from headrace.gateway.training_jobs.seen import is_deleted, version_of
-from headrace.schemas.errors import CodecError
+from headrace.gateway.training_jobs.events import is_deleted, version_of
 from headrace.schemas.merging import merged_config, without_effect
 from headrace.schemas.parsing import load_json, shown
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.training import TrainConfig, contradictions, row_length_problem
+
+MOST = 100
+_PART = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
+
+
+class Faults:
+    """Collects faults: `faults.add(["body", "model_id"], "missing")`, then `faults.check()`."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str | int, ...], FaultError] = {}
+
+    @property
+    def full(self) -> bool:
+        """Whether more would not be listed: who looks for them may stop."""
+        return len(self._found) > MOST
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, loc: Sequence[str | int], msg: str, kind: str = "value_error") -> None:
+        """One more; the first of a place counts."""
+        if not self.full:
+            self._found.setdefault(tuple(loc), FaultError(loc, msg, kind))
+
+    def add_codec(self, loc: Sequence[str | int], error: CodecError) -> None:
+        """What the codec says of a group that stands at `loc`."""
+        self.add([*loc, *parts_of(error.path)], error.detail, str(error.reason))
+
+    def check(self) -> None:
+        """Refuse the body if there are any.
+
+        Raises:
+            UnprocessableError: with all of them.
+        """
+        if not self._found:
+            return
+        found = list(self._found.values())
+        if self.full:
+            found[MOST:] = [
+                FaultError(["body"], f"there are more faults than these {MOST}: mend them and send it again", "too_many_faults")
+            ]
+        raise UnprocessableError(found)
+
+
+def parts_of(path: str) -> list[str | int]:
+    """`trajectories[0].reward` as parts. A key that holds dots or brackets comes apart; it is for people."""
+    return [int(index) if index else name for index, name in _PART.findall(path)]
+
 
 _LOC = ["body", "experimental_config"]
 _COMPACT_CLIENT = frozenset({"kl_ref_adapter_path", "loss_fn", "normalize_advantages", "plot_tensors", "truncated_importance_sampling"})

@@ -13,13 +13,12 @@ from pydantic import ValidationError
 
 from headrace.core.hosted_entries import decode_hosted
 from headrace.core.models import names_model
-from headrace.gateway.training_jobs.faults import Faults, parts_of
+from headrace.gateway.training_jobs.config import Faults, parts_of
 from headrace.schemas.base import non_finite_paths
 from headrace.schemas.chat import Choice, Tool
 from headrace.schemas.codec import SampledGroup, decode_group
-from headrace.schemas.errors import CodecError
 from headrace.schemas.parsing import load_json, path_of
-from headrace.schemas.reasons import DeadLetterReason
+from headrace.schemas.reasons import CodecError, DeadLetterReason
 from headrace.schemas.trajectory import NO_REWARD, TrajectoryGroup
 from headrace.schemas.turns import lift, raw_choices
 

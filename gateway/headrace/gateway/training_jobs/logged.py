@@ -20,13 +20,12 @@ from headrace.gateway.body_limit import Body, takes
 from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.log_writer import sealed
 from headrace.gateway.problems import FaultError, UnprocessableError
-from headrace.gateway.readers import store_at
-from headrace.gateway.received import ReceivedBody, received
+from headrace.gateway.readers import ReceivedBody, received, store_at
 from headrace.gateway.training_jobs.body import head_of, split
-from headrace.gateway.training_jobs.described import LogRequest, request_body
-from headrace.gateway.training_jobs.faults import Faults
+from headrace.gateway.training_jobs.config import Faults
+from headrace.gateway.training_jobs.events import incarnation, model_of, version_of
 from headrace.gateway.training_jobs.groups import read_group
-from headrace.gateway.training_jobs.seen import incarnation, model_of, version_of
+from headrace.gateway.training_jobs.pages import LogRequest, request_body
 from headrace.schemas.gateway import LoggedGroups, log_key
 
 router = APIRouter(prefix="/v1/preview/models/{model_id}/log", tags=["training-jobs: models"])

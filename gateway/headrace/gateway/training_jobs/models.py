@@ -24,9 +24,8 @@ from headrace.gateway.problems import FaultError, ProblemError, UnprocessableErr
 from headrace.gateway.reach import Reach
 from headrace.gateway.tables import is_model
 from headrace.gateway.training_jobs.checkpoints import checkpoints_of
-from headrace.gateway.training_jobs.config import unreachable
-from headrace.gateway.training_jobs.faults import MOST
-from headrace.gateway.training_jobs.seen import model_of
+from headrace.gateway.training_jobs.config import MOST, unreachable
+from headrace.gateway.training_jobs.events import model_of
 from headrace.schemas.base import unknown_fields
 from headrace.schemas.commands import CreateModel, DeleteModel
 from headrace.schemas.envelope import header_text

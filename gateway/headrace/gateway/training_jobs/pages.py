@@ -1,12 +1,19 @@
-"""Lists as the training-jobs API pages them: an exclusive cursor, a limit, and whether there is more."""
+"""Lists as the training-jobs API pages them: an exclusive cursor, a limit, and whether there is more.
+
+What the OpenAPI document says of bodies that are read as bytes: the same models that read them, group by group.
+
+Limitations: sharing components with the rest of the document; what stands deeper than a trajectory is named only: `schemas/json` has it.
+"""
 
 from collections.abc import Sequence
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from fastapi import Query
 from pydantic import BaseModel
 
 from headrace.gateway.problems import FaultError, UnprocessableError
+from headrace.schemas.training import TrainConfig
+from headrace.schemas.trajectory import TrajectoryGroup
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 
@@ -48,3 +55,38 @@ def page(items: Sequence[T], *, after: str | None, limit: int) -> Page[T]:
     chosen = list(items[start : start + limit])
     ends = (chosen[0].id, chosen[-1].id) if chosen else (None, None)
     return Page(data=chosen, first_id=ends[0], last_id=ends[1], has_more=start + limit < len(items))
+
+
+_LEVELS = 2
+"""Groups and their trajectories."""
+
+
+class TrainingJobRequest(BaseModel):
+    """One step on groups of trajectories."""
+
+    model_id: str
+    trajectory_groups: list[TrajectoryGroup]
+    experimental_config: TrainConfig | None = None
+
+
+class LogRequest(BaseModel):
+    """Groups that are kept."""
+
+    split: str
+    trajectory_groups: list[TrajectoryGroup]
+
+
+def request_body(model: type[BaseModel], levels: int = _LEVELS) -> dict[str, Any]:
+    """For `openapi_extra`; models that stand so many levels deep are told whole."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def whole(node: Any, levels: int) -> Any:  # noqa: ANN401 - any part of a JSON Schema
+        if isinstance(node, dict):
+            if "$ref" in node:
+                name = node["$ref"].rpartition("/")[2]
+                return whole(definitions[name], levels - 1) if levels else {"type": "object", "title": name}
+            return {key: whole(value, levels) for key, value in node.items()}
+        return [whole(item, levels) for item in node] if isinstance(node, list) else node
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": whole(schema, levels)}}}}

@@ -15,15 +15,12 @@ from pydantic import BaseModel, Field, ValidationError
 from headrace.gateway.access import KnownCaller
 from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.reach import Reach
-from headrace.gateway.received import ReceivedBody
-from headrace.gateway.training_jobs.config import JobConfig, read_config
-from headrace.gateway.training_jobs.examples import grouped
-from headrace.gateway.training_jobs.faults import Faults, parts_of
-from headrace.gateway.training_jobs.identity import identity_of
-from headrace.gateway.training_jobs.seen import model_of
+from headrace.gateway.readers import ReceivedBody
+from headrace.gateway.training_jobs.config import Faults, JobConfig, parts_of, read_config
+from headrace.gateway.training_jobs.events import model_of
 from headrace.gateway.training_jobs.staging import Placed, Staged, stage
-from headrace.gateway.training_jobs.submit import CreatedJob, Submission, place, trainable, write
-from headrace.gateway.training_jobs.training_data import DataObject, objects_of, read_lines
+from headrace.gateway.training_jobs.submit import CreatedJob, Submission, identity_of, place, trainable, write
+from headrace.gateway.training_jobs.training_data import DataObject, grouped, objects_of, read_lines
 from headrace.schemas.jobs import TrainingJob
 from headrace.schemas.parsing import path_of, shown, write_json
 from headrace.schemas.training import SftConfig

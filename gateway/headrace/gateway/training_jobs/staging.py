@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from headrace.core.store import ObjectStore
 from headrace.gateway.job_records import group_record
 from headrace.gateway.log_writer import Sealed
-from headrace.gateway.training_jobs.faults import Faults, parts_of
+from headrace.gateway.training_jobs.config import Faults, parts_of
 from headrace.producers.errors import InvalidGroupError
 from headrace.schemas.codec import SampledGroup
 from headrace.schemas.topics import Topics

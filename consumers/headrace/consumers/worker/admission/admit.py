@@ -28,8 +28,7 @@ from headrace.consumers.worker.admission.messages import (
 from headrace.consumers.worker.admission.shared_values import HandedBack, HandedOver, Shared, hand_back
 from headrace.core.errors import HeadraceError, OutageError
 from headrace.core.hosted_entries import decode_hosted
-from headrace.core.importing import importing
-from headrace.core.kept_memory import keep_memory
+from headrace.core.importing import importing, keep_memory
 from headrace.core.outages import outage_of, said
 from headrace.core.payloads import PayloadDigestError, PayloadMissingError, PayloadUnreadableError, redeem
 from headrace.core.settings import Settings
@@ -38,9 +37,8 @@ from headrace.schemas.carried import CARRIED
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.codec import JSON_TYPE, SampledGroup, decode_group
 from headrace.schemas.envelope import model_of, open_record
-from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import TrainingJob
-from headrace.schemas.reasons import DeadLetterReason, RejectionReason
+from headrace.schemas.reasons import CodecError, DeadLetterReason, RejectionReason
 from headrace.schemas.topics import TRAJECTORY_GROUPS
 from headrace.trainer.lengths import BaseLimits
 from headrace.trainer.plan import BaseSource, BaseUnusableError

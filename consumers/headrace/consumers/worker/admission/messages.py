@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.schemas.envelope import header_text
-from headrace.schemas.errors import CodecError
 from headrace.schemas.jobs import TrainingJob
-from headrace.schemas.reasons import DeadLetterReason, RejectionReason
+from headrace.schemas.reasons import CodecError, DeadLetterReason, RejectionReason
 from headrace.schemas.training import ModelSettings
 from headrace.trainer.groups import TokenizedGroup
 from headrace.trainer.plan import BaseSource, BaseUnusableError

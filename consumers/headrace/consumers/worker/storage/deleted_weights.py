@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from headrace.consumers.worker.lane_model import LaneModel
-from headrace.consumers.worker.storage.step_folders import delete_folder, list_folders
+from headrace.consumers.worker.storage.step_files import delete_folder, list_folders
 from headrace.core.errors import HeadraceError
 from headrace.core.store import ObjectStore
 from headrace.schemas.state import DoomedWeights, offset_ranges

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from headrace.consumers.worker.attempts import Attempts
-from headrace.consumers.worker.storage.step_folders import StepFolder, delete_folder, list_folders
+from headrace.consumers.worker.storage.step_files import StepFolder, delete_folder, list_folders
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
 from headrace.core.reading import offsets_since, stream_to_end
 from headrace.core.settings import Settings
 from headrace.core.store import InvalidKeyError, ObjectStore
 from headrace.schemas.envelope import header_text, open_record
-from headrace.schemas.errors import CodecError
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.state import ModelState, StepRecord
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from math import isfinite
 from headrace.consumers.worker.pending import PendingGroup
 from headrace.consumers.worker.selection import Batch
 from headrace.schemas.events import GroupRejected, TrajectoryRejected
-from headrace.schemas.report import ReportedGroup, ReportedTrajectory, RowsKept, StepReport
+from headrace.schemas.state import ReportedGroup, ReportedTrajectory, RowsKept, StepReport
 from headrace.trainer.advantages import batch_credits
 from headrace.trainer.options import resolve
 from headrace.trainer.plan import StepPlan, StepResult
