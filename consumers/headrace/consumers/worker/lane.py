@@ -89,17 +89,7 @@ class _Serving:
 
 
 class Lane:
-    """One lane.
-
-    Args:
-        lane: Partition number.
-        settings: All settings.
-        store: Object store.
-        pool: Tokenizing process.
-        world: The device.
-        wanted: Whether the group still gives the lane to this worker.
-        counted: The states from which this worker process has begun a step that it counted, of all its lanes.
-    """
+    """One lane."""
 
     def __init__(
         self,
@@ -149,6 +139,8 @@ class Lane:
                     message = "lane %d: %s; what happened is read after fencing"
                     log_trouble(logger, logging.WARNING, errors, message, self.lane, errors.exceptions[0])
                     self._move(LanePhase.FENCED)
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise asyncio.CancelledError  # a task group that also failed raises its failure instead
                 if self._leaving.is_set():
                     break
                 # A member that was cut off learns by its next heartbeat that the lane has another owner. A claim before that would fence
