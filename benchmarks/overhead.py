@@ -1,4 +1,4 @@
-"""What a step of the demo's model costs in addition to forward, backward and optimizer, with real Kafka and a worker as it is started by a user.
+"""The overhead of a step of the demo's model over forward, backward and optimizer, with real Kafka and a worker as a user starts it.
 
 First steps that follow each other: all groups are in the log before the worker starts, so nothing but the worker itself is in the way. The
 time between the commits of two steps, minus the rank's own clock for scoring and updating, is the overhead. Then steps that are waited for:
