@@ -139,8 +139,6 @@ class Lane:
                     message = "lane %d: %s; what happened is read after fencing"
                     log_trouble(logger, logging.WARNING, errors, message, self.lane, errors.exceptions[0])
                     self._move(LanePhase.FENCED)
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise asyncio.CancelledError  # a task group that also failed raises its failure instead
                 if self._leaving.is_set():
                     break
                 # A member that was cut off learns by its next heartbeat that the lane has another owner. A claim before that would fence
