@@ -1,4 +1,4 @@
-"""What a step of the demo's model costs next to forward, backward and optimizer, with real Kafka and a worker as it is started by a user.
+"""The overhead of a step of the demo's model over forward, backward and optimizer, with real Kafka and a worker as a user starts it.
 
 First steps that follow each other: all groups are in the log before the worker starts, so nothing but the worker itself is in the way. The
 time between the commits of two steps, minus the rank's own clock for scoring and updating, is the overhead. Then steps that are waited for:
@@ -35,7 +35,7 @@ from headrace.schemas.events import StepCompleted
 from headrace.schemas.training import BatchPolicy, ModelSettings, OptimizerSettings, TrainConfig
 from headrace.schemas.weights import WeightsPublished
 
-SHARE = 0.05
+SHARE = 0.20
 LATENCY_MS = 150.0
 GROUPS = 16
 """Groups of a step, as in the demo."""

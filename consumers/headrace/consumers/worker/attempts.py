@@ -19,11 +19,7 @@ _RECENT = 4
 
 
 class Attempts:
-    """Makes and recognises attempts of one worker group.
-
-    Args:
-        settings: Of a worker.
-    """
+    """Makes and recognises attempts of one worker group."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -36,7 +32,7 @@ class Attempts:
         return frozenset(attempt for attempts in self._recent.values() for attempt in attempts)
 
     async def origin(self) -> str:
-        """Eight hex digits; the cluster is asked for its id once.
+        """Eight hex digits; the cluster id is read once.
 
         Raises:
             KafkaUnavailableError: no broker.

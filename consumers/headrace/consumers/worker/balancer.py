@@ -1,6 +1,6 @@
-"""Which lanes this worker should own: an ordinary consumer group, used for balancing only (exactly-once rule 4).
+"""Which lanes this worker should own: an ordinary consumer group, used for balancing only (the assignment-only invariant).
 
-The consumer is always paused and delivers nothing; each lane reads through a consumer of its own. The topic's metadata are asked for before
+The consumer is always paused and delivers nothing; each lane reads through a consumer of its own. The topic's metadata are read before
 the consumer joins, and again every few seconds: a group leader without them assigns no lane to any member. Every worker also compares the
 group's assignment with the topic's lanes. If a lane stays without an owner, the worker leaves the group and joins again.
 
@@ -43,11 +43,7 @@ class SessionTimeoutError(HeadraceError):
 
 
 class Balancer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is untyped
-    """Membership in the worker group.
-
-    Args:
-        settings: Kafka, topic prefix, worker group, instance and timeouts.
-    """
+    """Membership in the worker group."""
 
     def __init__(self, settings: Settings) -> None:
         self.group_id = settings.worker_group_id
@@ -70,7 +66,7 @@ class Balancer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is 
         self._keeper = asyncio.create_task(self._keep(), name="balancer")
 
     async def stop(self) -> None:
-        """Leave the group, so that others get the lanes at once."""
+        """Leave the group, so that other workers get the lanes at once."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -136,7 +132,7 @@ class Balancer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is 
                 if self._consumer is None:
                     await self._join()
                 await self._stay(self._consumer)
-            except Exception as error:  # noqa: BLE001 - whatever ends a consumer, a new one can follow
+            except Exception as error:  # noqa: BLE001 - a new consumer follows after any failure
                 log_trouble(logger, logging.WARNING, error, "group consumer: %r; joining again", error)
                 await asyncio.sleep(1)
                 await kafka_back()

@@ -59,12 +59,6 @@ class RecoveredLane:
 async def read_states(options: ClientOptions, topics: Topics, lane: int, groups_topic: str) -> RecoveredLane:
     """Read the states of a lane.
 
-    Args:
-        options: From `client_options`.
-        topics: Topic names.
-        lane: Partition number.
-        groups_topic: The topic of the lane's groups: a shadow's is under another prefix.
-
     Raises:
         PartitionCountError, GroupsTopicChangedError: see there.
         TopicsDifferError: the lane topics are missing, or do not have one partition count.
@@ -75,8 +69,8 @@ async def read_states(options: ClientOptions, topics: Topics, lane: int, groups_
         latest = latest_states(await read_to_end(options, topics.models, [lane]), strict=True)
     except NotOursError as error:
         raise UnreadableStateError(
-            f"lane {lane} can't be claimed: {error}. Its type is one of ours: run the release that wrote it. If none of ours did, write "
-            "the record that stood before it under this key once more"
+            f"lane {lane} can't be claimed: {error}. Its type is one of Headrace's: run the release that wrote it. If Headrace did not "
+            "write it, write the record before it under this key again"
         ) from error
     state = LaneState(lane=lane, partitions=partitions, groups_topic=groups_topic)
     models: dict[str, ModelState] = {}

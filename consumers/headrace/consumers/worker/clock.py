@@ -48,14 +48,7 @@ class _Watched:
 
 
 class LaneClock:
-    """Watches one lane.
-
-    Args:
-        settings: Lingers and time-outs.
-        models: The lane's models.
-        committer: Commits them.
-        retention_ms: Of the topic of the groups; None: nothing is deleted.
-    """
+    """Watches one lane."""
 
     def __init__(self, settings: WorkerSettings, models: LaneModels, committer: LaneCommitter, retention_ms: int | None) -> None:
         self._settings = settings

@@ -38,12 +38,7 @@ _DOOMED_SPANS = 2000
 
 
 class CommandHandler:
-    """Applies commands to a lane's models.
-
-    Args:
-        settings: Worker group, catalogue of base models, duplicate window.
-        models: The lane's models.
-    """
+    """Applies commands to a lane's models."""
 
     def __init__(self, settings: Settings, models: LaneModels) -> None:
         self._settings = settings
@@ -124,7 +119,7 @@ class CommandHandler:
         if known is not None and known.status != "deleted":
             return
         if command.worker_group != self._settings.worker.group:
-            logger.info("model %s belongs to worker group %s, not ours", command.model_id, command.worker_group)
+            logger.info("model %s belongs to worker group %s, not to this one", command.model_id, command.worker_group)
             return
         problem = self._shadow_problem(command.model_id, command.shadow_of) or settings_problem(
             command.settings, self._settings.base_models

@@ -39,13 +39,7 @@ class OutcomeUnknownError(Exception):
 
 
 class LaneWriter:
-    """One transactional producer, from its fencing to its first failure.
-
-    Args:
-        settings: Worker group, transaction time-out.
-        lane: Partition number.
-        options: Client options.
-    """
+    """One transactional producer, from its fencing to its first failure."""
 
     def __init__(self, settings: Settings, lane: int, options: ClientOptions) -> None:
         self._timeout = settings.worker.transaction_timeout_ms / 1000
@@ -109,14 +103,7 @@ class LaneWriter:
 
 
 class LaneCommitter:
-    """Commits for one owner of a lane.
-
-    Args:
-        models: The lane's models.
-        writer: Its transactional producer.
-        topics: Topic names.
-        source: `ce_source` of the records.
-    """
+    """Commits for one owner of a lane."""
 
     def __init__(self, models: LaneModels, writer: LaneWriter, topics: Topics, source: str) -> None:
         self._models = models

@@ -20,13 +20,7 @@ LISTED = 20_000
 
 
 class DuplicateWindow:
-    """The last `size` admitted ids as 64-bit hashes.
-
-    Args:
-        size: W, in groups.
-        stored: The window of the snapshot, as `to_bytes` gave it.
-        since: What was admitted after it, as `since_text` gave it.
-    """
+    """The last `size` admitted ids as 64-bit hashes."""
 
     def __init__(self, size: int, stored: bytes = b"", since: str = "") -> None:
         self._order = deque(_hashes(stored), maxlen=size)

@@ -57,15 +57,7 @@ class _Routed:
 
 
 class LaneIntake:
-    """Takes records in.
-
-    Args:
-        settings: Catalogue, limits.
-        models: The lane's models.
-        reader: For the commands behind an unknown model.
-        commands: Applies them.
-        pool: Decodes and tokenizes.
-    """
+    """Takes records in."""
 
     def __init__(self, settings: Settings, models: LaneModels, reader: LaneReader, commands: CommandHandler, pool: AdmissionPool) -> None:
         self._settings = settings

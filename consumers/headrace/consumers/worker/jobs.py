@@ -38,14 +38,7 @@ _EVALUATION = "eval/"
 
 
 def new_document(record: TrainingJob, model_id: str, *, rejected: int, rejections: JobRejections) -> JobDocument:
-    """The document of a job whose record was read.
-
-    Args:
-        record: The job.
-        model_id: Its model.
-        rejected: Groups of it that were rejected before its record was read.
-        rejections: Why.
-    """
+    """The document of a job whose record was read."""
     return JobDocument(
         job_id=record.job_id,
         model_id=model_id,

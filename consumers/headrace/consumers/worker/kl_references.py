@@ -58,15 +58,7 @@ class ReferencedStep:
 
 
 class KlReferences:
-    """References for the models of one lane.
-
-    Args:
-        options: Kafka client options.
-        steps_topic: The ledger.
-        lane: Partition number.
-        store: Object store.
-        folder: Local folder of this object alone.
-    """
+    """References for the models of one lane."""
 
     def __init__(self, options: ClientOptions, steps_topic: str, lane: int, store: ObjectStore, folder: Path) -> None:
         self._options = options

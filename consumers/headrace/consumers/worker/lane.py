@@ -89,17 +89,7 @@ class _Serving:
 
 
 class Lane:
-    """One lane.
-
-    Args:
-        lane: Partition number.
-        settings: All settings.
-        store: Object store.
-        pool: Tokenizing process.
-        world: The device.
-        wanted: Whether the group still gives the lane to this worker.
-        counted: The states from which this worker process has begun a step that it counted, of all its lanes.
-    """
+    """One lane."""
 
     def __init__(
         self,

@@ -357,12 +357,7 @@ class LaneModel(ModelDraft):
             self.note_waiting(job_id, None)
 
     def next_change(self, position: int, **fields: Any) -> ModelChange:  # noqa: ANN401 - fields of the state
-        """What a transaction commits of the model when the lane's position is `position`. Changes nothing.
-
-        Args:
-            position: Offset of the next record to read.
-            fields: What a step or a snapshot changes of the state.
-        """
+        """What a transaction commits of the model when the lane's position is `position`. Changes nothing."""
         unread = (p for p in self.state.pending if p.offset in self.recovering)
         admitted = (Pending(offset=w.offset, job_id=w.job_id) for w in self.waiting.values())
         held = (Pending(offset=offset, job_id=one.job_id) for offset, one in self.held.items())

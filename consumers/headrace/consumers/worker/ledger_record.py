@@ -33,19 +33,7 @@ def step_to_commit(
     reported: tuple[int, int, int],
     hot_load_identity: str | None = None,
 ) -> StepToCommit:
-    """What a step that has run adds to its transaction.
-
-    Args:
-        model: The model that it trained.
-        batch: Its groups.
-        plan: As it was run.
-        result: What the ranks answered.
-        stored: Its files.
-        options: Of the step's job.
-        window_ids: How many of the ids admitted since the last snapshot its snapshot contains.
-        reported: Rejections in its report.
-        hot_load_identity: The name of its manifest under a deployment.
-    """
+    """What a step that has run adds to its transaction."""
     metrics = {name: value for name, value in result.metrics.items() if math.isfinite(value)}
     state, step = model.state, model.state.policy_version + 1
     record = StepRecord(

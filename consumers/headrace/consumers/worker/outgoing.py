@@ -58,14 +58,7 @@ def event_id(incarnation: str, what: str, kind: str) -> str:
 
 
 def dead_letter(topics: Topics, record: ConsumerRecord, error: CodecError, partition: int) -> OutgoingRecord:
-    """The dead letter of a record.
-
-    Args:
-        topics: Topic names.
-        record: What could not be read.
-        error: Why.
-        partition: Partition of `dead-letters` to write to.
-    """
+    """The dead letter of a record."""
     notes = {
         ERROR_REASON: error.reason.value,  # the first of our headers: all headers before it are the original's
         "headrace-error-path": error.path[:_DETAIL_LIMIT],

@@ -47,12 +47,7 @@ def is_transition_valid(current: PreparedPhase, to: PreparedPhase) -> bool:
 
 
 class PreparedStep:
-    """A step that was begun before the step before it is committed.
-
-    Args:
-        plan: From the state that the device has just reached.
-        world: The device.
-    """
+    """A step that was begun before the step before it is committed."""
 
     def __init__(self, plan: StepPlan, world: TrainerWorld) -> None:
         self.plan = plan
@@ -88,11 +83,7 @@ class PreparedStep:
 
 
 class Pipeline:
-    """The prepared step of one lane, if there is one.
-
-    Args:
-        world: The device.
-    """
+    """The prepared step of one lane, if there is one."""
 
     def __init__(self, world: TrainerWorld) -> None:
         self._world = world

@@ -44,14 +44,7 @@ class EvaluationSetError(HeadraceError):
 
 
 class StepPlans:
-    """Makes the plans of one lane.
-
-    Args:
-        settings: Catalogue, working folder.
-        store: Where evaluation sets are.
-        pool: Reads them.
-        references: Policies that KL is measured against.
-    """
+    """Makes the plans of one lane."""
 
     def __init__(self, settings: Settings, store: ObjectStore, pool: AdmissionPool, references: KlReferences) -> None:
         self._settings = settings
@@ -167,13 +160,6 @@ async def evaluation_groups(
     store: ObjectStore, pool: AdmissionPool, stored: GroupSet | None, base: BaseSource, settings: ModelSettings
 ) -> tuple[TokenizedGroup, ...]:
     """The groups of an evaluation set, tokenized as the model's groups are; none without a set.
-
-    Args:
-        store: Object store.
-        pool: Tokenizes.
-        stored: Where the set is.
-        base: The model's base model.
-        settings: The model's settings.
 
     Raises:
         EvaluationSetError: see there.

@@ -33,11 +33,7 @@ _RETRY_SECONDS = 2.0
 
 
 class Worker:
-    """A trainer worker.
-
-    Args:
-        settings: All settings.
-    """
+    """A trainer worker."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

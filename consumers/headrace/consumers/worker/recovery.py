@@ -58,16 +58,7 @@ class Reached:
 
 
 class Recovery:
-    """Recovers the models of one lane.
-
-    Args:
-        settings: Where the ledger is; how often a rerun may end its rank; how many steps back snapshots are kept.
-        store: Where snapshots and weights are.
-        lane: Partition number.
-        world: The device.
-        pool: Reads groups again.
-        references: Policies that KL is measured against.
-    """
+    """Recovers the models of one lane."""
 
     def __init__(
         self, settings: Settings, store: ObjectStore, lane: int, *, world: TrainerWorld, pool: AdmissionPool, references: KlReferences
@@ -200,12 +191,6 @@ def _stored_before(state: ModelState) -> WeightsRef | None:
 
 async def records_since_snapshot(options: ClientOptions, topic: str, lane: int, state: ModelState) -> list[StepRecord]:
     """The ledger records of the steps after the snapshot, up to the committed one, in step order.
-
-    Args:
-        options: From `client_options`.
-        topic: The ledger.
-        lane: Partition number.
-        state: As committed.
 
     Raises:
         OffsetLostError: the ledger does not have one of them.

@@ -76,15 +76,7 @@ class Rerun:
 
 
 class StepReruns:
-    """Runs steps again for the models of one lane.
-
-    Args:
-        settings: Catalogue, working folder, the world's shape.
-        world: The device.
-        pool: Decodes and tokenizes.
-        lane: Partition number.
-        references: Policies that KL is measured against.
-    """
+    """Runs steps again for the models of one lane."""
 
     def __init__(self, settings: Settings, world: TrainerWorld, pool: AdmissionPool, lane: int, references: KlReferences) -> None:
         self._settings = settings

@@ -1,6 +1,6 @@
 """A version that trains nothing: the first of a fork, or the one with which a diverged model resumes. Its files are written again.
 
-Guarantees: the ledger says so in a record of its own (`forked` with the state that it begins with, or `rebased` with both digests).
+Guarantees: the ledger has a record of it (`forked` with the state that it begins with, or `rebased` with both digests).
 """
 
 import shutil

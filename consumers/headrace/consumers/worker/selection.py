@@ -56,12 +56,7 @@ class Batch:
 
 
 def select_batch(model: LaneModel, nodes: int = 1) -> Batch | None:
-    """The batch whose bucket was completed first, judged at the model's version; None while no bucket is complete.
-
-    Args:
-        model: The model.
-        nodes: Machines of the world (`LaneState.nodes`): a job that needs more is skipped.
-    """
+    """The batch whose bucket was completed first, judged at the model's version; None while no bucket is complete."""
     if not model.trains or model.restarts:
         # Before a selection, pending groups must be back in their buckets, and a restart comes first.
         return None
@@ -95,13 +90,7 @@ def select_batch(model: LaneModel, nodes: int = 1) -> Batch | None:
 
 
 def select_following(model: LaneModel, current: Batch, nodes: int) -> Batch | None:
-    """The model's next batch if `current` is committed as the next version; None if that can't be known yet.
-
-    Args:
-        model: Its state is the one that `current` started from.
-        current: Has run, and is not committed.
-        nodes: Machines of the world.
-    """
+    """The model's next batch if `current` is committed as the next version; None if that can't be known yet."""
     if not model.trains or model.restarts or model.linger_over:
         return None
     batch = stream_batch(model, without=frozenset(current.offsets))

@@ -59,12 +59,8 @@ class CannotBeginError(Exception):
 class LaneSteps:
     """Takes the steps of one owner of a lane.
 
-    Args:
-        models: The lane's models.
-        committer: Commits them.
-        tools: What steps use.
-        counted: The states from which this worker process has begun a step that it counted; it adds to them.
-        select_next: The batch that follows a model's current batch, if that is committed; None if it can't be known.
+    `counted` has the states from which this worker process has begun a step that it counted. `select_next` gives the batch that follows a
+    model's current batch if that is committed; None if it can't be known.
     """
 
     def __init__(
@@ -347,7 +343,7 @@ class LaneSteps:
         logger.info("step %d of %s: %d groups, loss %s, %.3f s", record.step, model.state.name, record.groups, record.loss, seconds)
 
     def close(self) -> None:
-        """End what runs besides the step."""
+        """Discard the prepared step, and cancel deletions."""
         self._tools.pipeline.discard()
         for task in self._deleting:
             task.cancel()

@@ -40,16 +40,7 @@ class Timer:
 
 
 class StepTools:
-    """What the steps of a lane use, as long as this worker has the lane.
-
-    Args:
-        settings: Catalogue, working folder.
-        store: Object store.
-        world: The device.
-        lane: Partition number.
-        pool: Reads groups that a rerun needs, and evaluation sets.
-        references: Policies that KL is measured against.
-    """
+    """What the steps of a lane use, as long as this worker has the lane."""
 
     def __init__(
         self, settings: Settings, store: ObjectStore, world: TrainerWorld, lane: int, *, pool: AdmissionPool, references: KlReferences

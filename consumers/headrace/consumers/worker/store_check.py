@@ -1,8 +1,8 @@
 """Whether a worker has the store of its group, and may write to it: checked before it asks for a lane.
 
 Guarantees: a worker whose store has no bucket, refuses its credentials, or is not the one that the group's models are stored in, takes no
-lane; its process ends with one sentence. A store that is away or full is waited for, also without a lane.
-Limitations: two workers with different stores are told apart only after a model has committed a step.
+lane; its process ends with one sentence. The worker waits for a store that is away or full, and takes no lane meanwhile.
+Limitations: a different store is only noticed after a model has committed a step.
 """
 
 import asyncio

@@ -29,14 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class LaneTraining:
-    """Trains what the lane's buckets contain.
-
-    Args:
-        models: The lane's models.
-        committer: Commits them.
-        tools: What steps use.
-        counted: The states from which this worker process has begun a step that it counted; it adds to them.
-    """
+    """Trains what the lane's buckets contain."""
 
     def __init__(self, models: LaneModels, committer: LaneCommitter, tools: StepTools, counted: set[StateKey]) -> None:
         self._models = models

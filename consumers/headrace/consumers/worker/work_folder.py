@@ -1,8 +1,8 @@
-"""A worker's local folder: its own, whatever other workers share the folder above it.
+"""A worker's local folder: its own, even if other workers use the same parent folder.
 
-A worker holds a lock on its folder as long as it lives, however it ends; a folder that nobody holds is what a killed worker left, and the
-next one to start clears it away. Guarantees: no folder of a living worker is touched, also of one in another container that sees other
-process ids. Gives up: clearing where a file system has no locks; folders stay there.
+A worker holds a lock on its folder until its process ends. A folder without a lock is left from a killed worker, and the next worker that
+starts deletes it. Guarantees: no folder of a living worker is deleted, even of one in another container that sees other process ids.
+Limitations: on a file system without locks nothing is deleted.
 """
 
 import contextlib
@@ -26,9 +26,6 @@ _NAME = re.compile(r"worker-\d+(-\d+)?")
 class WorkFolder:
     """A new, empty folder `worker-<pid>` in `parent`; `worker-<pid>-2` where another container's worker has that number.
 
-    Args:
-        parent: `worker.work_dir`; is made.
-
     Raises:
         HeadraceError: no folder can be made there.
     """
@@ -40,13 +37,13 @@ class WorkFolder:
             raise plain_os_error(error, f"the worker's folder in {parent} (worker.work_dir)") from error
 
     def remove(self) -> None:
-        """Delete the folder, and let go of it."""
+        """Delete the folder, and release its lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._held)
 
 
 def _made(parent: Path) -> tuple[Path, int]:
-    """A new folder, and the descriptor that holds it."""
+    """A new folder, and the descriptor that locks it."""
     make_private_folder(parent)
     for folder in parent.iterdir():
         if _NAME.fullmatch(folder.name):
@@ -70,7 +67,7 @@ def _clear_if_dead(folder: Path) -> None:
 
 
 def _hold(folder: Path, *, needs_lock: bool = False) -> int | None:
-    """A descriptor that holds the folder; None where another does, or where it is gone."""
+    """A descriptor that locks the folder; None if another process does, or if it does not exist any more."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError):
@@ -81,9 +78,9 @@ def _hold(folder: Path, *, needs_lock: bool = False) -> int | None:
         if needs_lock or error.errno in {errno.EWOULDBLOCK, errno.EACCES}:
             os.close(descriptor)
             return None
-        logger.warning("%s can't be locked (%s): what killed workers leave there stays", folder, error.strerror)
+        logger.warning("%s can't be locked (%s): folders of killed workers stay there", folder, error.strerror)
     with contextlib.suppress(FileNotFoundError):
-        # Cleared away between the two calls, it is another folder now, or none.
+        # Another worker may have deleted the folder between the two calls.
         if os.path.samestat(folder.stat(), os.fstat(descriptor)):
             return descriptor
     os.close(descriptor)

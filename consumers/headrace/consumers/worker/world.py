@@ -51,12 +51,7 @@ class Turn:
 
 
 class TrainerWorld:
-    """The ranks of this worker.
-
-    Args:
-        settings: Threads, working folder.
-        store: Where snapshots are.
-    """
+    """The ranks of this worker."""
 
     def __init__(self, settings: Settings, store: ObjectStore) -> None:
         self._settings = settings
