@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from tests.producers.conftest import MODEL, PARTITIONS, ReadAll, make_group, make_topic
 
 from headrace.core.kafka import KafkaUnavailableError
@@ -22,7 +21,6 @@ from headrace.producers import (
     InvalidGroupError,
     ProducerClosedError,
     TrajectoryProducer,
-    packed_batches,
 )
 from headrace.producers.outgoing import keep_last_turns
 from headrace.schemas.claim import GroupClaim
@@ -328,22 +326,6 @@ async def test_encoding_a_large_group_does_not_hold_up_the_event_loop(producer_s
     monkeypatch.setattr(TrajectoryProducer, "_encode", noted)
     async with TrajectoryProducer(producer_settings, model_id=MODEL) as producer:
         await producer.send(make_group(tokens=100_000))
-    assert threads
-    assert threading.main_thread() not in threads
-
-
-async def test_compressing_a_large_batch_does_not_hold_up_the_event_loop(producer_settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    settings = with_producer(producer_settings, compression="lz4", inline_limit_bytes=900_000)
-    threads: list[threading.Thread] = []
-    pack = packed_batches._packed
-
-    def noted(builder: DefaultRecordBatchBuilder) -> bytearray:
-        threads.append(threading.current_thread())
-        return pack(builder)
-
-    monkeypatch.setattr(packed_batches, "_packed", noted)
-    async with TrajectoryProducer(settings, model_id=MODEL) as producer:
-        await producer.send(sampled(make_group(tokens=50_000)))
     assert threads
     assert threading.main_thread() not in threads
 

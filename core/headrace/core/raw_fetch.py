@@ -3,7 +3,7 @@
 A broker checks a record's lengths, and takes any bytes as the name of a header, whatever stands behind the end of a gzip stream, and
 batches that unpack to any size. aiokafka raises on the first two, `unpacking.py` on the third, at each attempt, with all that the call had
 unpacked lost. This module reaches into its internals for that
-reason, as `consumers/lanes/swift_consumer.py` does for speed; `polling` uses it where a poll has failed, so it costs nothing before.
+reason; `polling` uses it where a poll has failed, so it costs nothing before.
 
 Guarantees: isolation, limits and offsets are the consumer's own; a header's name that is no text, or too many headers, cost their record; a
 batch that can't be decompressed, or only to more than the bound, costs its records; nothing else is lost. A batch with a wrong checksum

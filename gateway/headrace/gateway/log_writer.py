@@ -52,6 +52,12 @@ _FENCED_SECONDS = 0.02
 _FENCED_SECONDS_MOST = 2.0
 
 
+def _is_reported(record: logging.LogRecord) -> bool:
+    """False for what asyncio logs of aiokafka's own futures: their failure was raised to the writer of the transaction as well."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, KafkaError) and record.getMessage().startswith("Future exception was never retrieved"))
+
+
 class OvertakenError(HeadraceError):
     """Something that a change rests on was changed by another request meanwhile; nothing was written."""
 
@@ -103,6 +109,7 @@ class LogWriter:
     """
 
     def __init__(self, settings: Settings, view: LogView) -> None:
+        logging.getLogger("asyncio").addFilter(_is_reported)
         self._options = client_options(settings.kafka, "headrace-gateway")
         self._view = view
         self._patience = settings.gateway.kafka_timeout_seconds
@@ -253,11 +260,6 @@ class LogWriter:
                 await producer.stop()
         except _FAILURES as error:
             logger.warning("producer %s did not stop cleanly: %r", name, error)
-        # aiokafka tells these, too, that a producer was fenced, and nobody asks them: asyncio would log a traceback of each.
-        batches = [batch for waiting in producer._message_accumulator._batches.values() for batch in waiting]
-        for future in (producer._txn_manager.wait_for_transaction_end(), *(batch._drain_waiter for batch in batches)):
-            if future is not None and future.done():
-                _heard(future)
 
 
 async def _transaction(producer: AIOKafkaProducer, records: Sequence[Sealed]) -> dict[TopicPartition, int]:

@@ -8,10 +8,9 @@ membership; it uses `assign`.
 import logging
 from collections.abc import Sequence
 
-from aiokafka import ConsumerRecord, TopicPartition
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
-from headrace.consumers.lanes.swift_consumer import SwiftConsumer
 from headrace.core.deadline import deadline
 from headrace.core.kafka import ClientOptions
 from headrace.core.polling import poll
@@ -41,7 +40,7 @@ class LaneReader:
         self._options = options
         self.groups = TopicPartition(groups_topic or topics.trajectory_groups, lane)
         self.commands = TopicPartition(topics.commands, lane)
-        self._consumer = SwiftConsumer(
+        self._consumer = AIOKafkaConsumer(
             **options,
             group_id=None,
             enable_auto_commit=False,
