@@ -25,7 +25,7 @@ from headrace.schemas.training import ModelSettings
 
 TARGET = 0.7
 GROUPS = 300
-MODEL = "bench"
+MODEL = "0be5c0de-0000-4000-8000-000000000000"
 
 
 async def _ours(settings: Settings, groups: list[SampledGroup]) -> float:

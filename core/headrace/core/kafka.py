@@ -4,11 +4,14 @@ Guarantees: a missing address, an unreadable certificate and an unreachable brok
 leave their `SecretStr` here only and enter no message. Limitations: GSSAPI and OAUTHBEARER.
 """
 
+import asyncio
+import logging
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from aiokafka import AIOKafkaProducer
 from aiokafka.errors import (
     AuthenticationFailedError,
     IllegalSaslStateError,
@@ -23,6 +26,11 @@ from aiokafka.errors import (
 from headrace.core.errors import OutageError
 from headrace.core.outages import said
 from headrace.core.settings import KafkaSettings, Settings
+
+logger = logging.getLogger(__name__)
+
+_abandoned: set["asyncio.Task[None]"] = set()
+"""Stops that Kafka did not answer in time. asyncio itself keeps only weak references to tasks."""
 
 ClientOptions = dict[str, Any]
 """Keyword arguments that aiokafka's consumer, producer and admin client share."""
@@ -86,6 +94,27 @@ def plain_errors(options: ClientOptions) -> Iterator[None]:
         ) from error
     except KafkaError as error:
         raise KafkaUnavailableError(f"Kafka at {where}: {said(error)}") from error
+
+
+async def stop_producer(producer: AIOKafkaProducer, seconds: float) -> None:
+    """Flush and disconnect a producer. What Kafka does not acknowledge within `seconds` is dropped.
+
+    `stop` waits for records that aiokafka retries without end. After the limit the connections are closed under it; the task stays
+    until the event loop ends, without sending anything.
+    """
+    stopping = asyncio.create_task(producer.stop(), name="stop of a Kafka producer")
+    _abandoned.add(stopping)
+    stopping.add_done_callback(_stopped)
+    await asyncio.wait({stopping}, timeout=seconds)
+    if not stopping.done():
+        logger.warning("Kafka did not acknowledge the last records of a producer within %g s: they are dropped", seconds)
+        await producer.client.close()
+
+
+def _stopped(task: "asyncio.Task[None]") -> None:
+    _abandoned.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.warning("a Kafka producer did not stop cleanly: %r", error)
 
 
 def _bootstrap(kafka: KafkaSettings) -> str:

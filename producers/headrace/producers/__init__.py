@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from headrace.producers.outgoing import DeliveryReport
     from headrace.producers.pacing import PaceGate
     from headrace.producers.producer import TrajectoryProducer
+    from headrace.producers.responses import choice_from_completion, choice_from_openai, tool_message
     from headrace.producers.sync import SyncTrajectoryProducer
 
 _HOMES = {
@@ -26,6 +27,9 @@ _HOMES = {
     "ProducerError": "errors",
     "SyncTrajectoryProducer": "sync",
     "TrajectoryProducer": "producer",
+    "choice_from_completion": "responses",
+    "choice_from_openai": "responses",
+    "tool_message": "responses",
 }
 
 __all__ = [
@@ -38,6 +42,9 @@ __all__ = [
     "ProducerError",
     "SyncTrajectoryProducer",
     "TrajectoryProducer",
+    "choice_from_completion",
+    "choice_from_openai",
+    "tool_message",
 ]
 
 

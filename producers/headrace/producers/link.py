@@ -1,13 +1,12 @@
-"""The connection to Kafka under the producer: one idempotent aiokafka producer, replaced when it can't continue.
+"""The connection to Kafka under the producer: one idempotent aiokafka producer, replaced when it can't go on.
 
 Guarantees: acks=all and idempotent, so a retry inside the client never doubles a record; every write ends within the request timeout,
 in a position or in a `DeliveryError` that says whether the record may be in the log (aiokafka alone would retry for ever). After an
 error that leaves a hole in the client's sequence numbers (aio-libs/aiokafka#1017) the next write goes through a new client.
-Limitations: aiokafka compresses batches on the event loop, 0.4 ms for 100 KB with zstd and 7 ms with lz4.
+Limitations: aiokafka compresses on the event loop: 0.4 ms for 100 KB with zstd, 7 ms with lz4.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,11 +16,11 @@ from aiokafka.errors import KafkaError, KafkaTimeoutError, UnknownTopicOrPartiti
 from aiokafka.structs import RecordMetadata
 
 from headrace.core.deadline import deadline
-from headrace.core.kafka import KafkaUnavailableError, client_options, plain_errors
+from headrace.core.kafka import KafkaUnavailableError, client_options, plain_errors, stop_producer
 from headrace.core.kafka_outage import folding
 from headrace.core.outages import said
 from headrace.core.settings import Settings
-from headrace.core.topic_admin import partition_count
+from headrace.core.topic_metadata import partition_count
 from headrace.producers.errors import DeliveryError
 
 BATCH_BYTES = 256 * 1024
@@ -104,7 +103,7 @@ class KafkaLink:
     async def close(self) -> None:
         """Disconnect. What is written was awaited by its writer; what Kafka never answered to is dropped."""
         if self._client is not None:
-            await _end(self._client)
+            await stop_producer(self._client, _STOP_SECONDS)
             self._client = None
 
     async def _working(self) -> AIOKafkaProducer:
@@ -114,7 +113,7 @@ class KafkaLink:
             if self._broken and self._client is not None:
                 old, self._client = self._client, await self._connect()
                 self._broken = False
-                await _end(old)
+                await stop_producer(old, _STOP_SECONDS)
             if self._client is None:
                 raise KafkaUnavailableError("the producer is not connected")
             return self._client
@@ -134,25 +133,14 @@ class KafkaLink:
                 async with deadline(self._timeout):
                     await client.start()
             except BaseException as error:
-                await _end(client)
+                await stop_producer(client, _STOP_SECONDS)
                 if isinstance(error, TimeoutError):
                     raise KafkaTimeoutError(f"no producer id within {self._timeout:g} s") from None
                 raise
         return client
 
 
-async def _end(client: AIOKafkaProducer) -> None:
-    """Stop a client. `stop` waits for records that are retried for ever, so it is given a few seconds and then cut off."""
-    with contextlib.suppress(TimeoutError, KafkaError):
-        async with deadline(_STOP_SECONDS):
-            await client.stop()
-            return
-    # The sender has no public end but through `stop`, which has just failed.
-    await client._sender.close()
-    await client.client.close()
-
-
 def _look_at(position: "asyncio.Future[RecordMetadata]") -> None:
-    """Take the outcome of a record whose writer stopped waiting, so that asyncio does not complain about it."""
+    """Take the outcome of a record whose writer gave up waiting, so that asyncio does not complain about it."""
     if not position.cancelled():
         position.exception()

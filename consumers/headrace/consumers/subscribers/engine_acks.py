@@ -14,7 +14,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
 from headrace.core.deadline import deadline
-from headrace.core.kafka import ClientOptions, plain_errors
+from headrace.core.kafka import ClientOptions, plain_errors, stop_producer
 from headrace.core.kafka_outage import log_trouble
 from headrace.core.outages import said
 from headrace.schemas.envelope import seal
@@ -71,15 +71,15 @@ class AckTopic:
         producer, self._producer = self._producer, None
         if producer is None:
             return
+        seconds = STOP_SECONDS
         try:
             async with deadline(STOP_SECONDS):
                 await producer.send_and_wait(self._topic, None, key=alive_key(self._engine_id).encode())
-                await producer.stop()
         except (TimeoutError, KafkaError) as error:
             logger.warning("engine %s did not say that it ends: %r; it falls silent instead", self._engine_id, error)
-            # The sender retries for ever and has no public end but through `stop`, which waits for it.
-            await producer._sender.close()
-            await producer.client.close()
+            seconds = 0.0
+        finally:
+            await stop_producer(producer, seconds)
 
     async def _live(self) -> None:
         while True:
