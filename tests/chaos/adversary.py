@@ -2,7 +2,8 @@
 
 Each fault says what it did. Two are aimed at the gap between store and commit: the worker is stopped when the manifest of a step's weights
 appears (`sight`), at once, or when the first record of its transaction is in the broker's log file; then `steps` is read to its end. If the
-attempt is committed there, the blow came late: the worker goes on, and the next manifest is waited for. If it is not, the worker is killed,
+attempt is committed there, the blow came late: the worker continues, and the next manifest is waited for. If it is not, the worker is
+killed,
 or, as a zombie, woken when another worker has done the step. What counts is settled at the end of the run: an attempt whose weights are in
 the store and which the ledger never had was struck in the gap; one whose records are in the log as well, in its open transaction.
 """
@@ -186,7 +187,7 @@ class Adversary:
         return _of(stored)
 
     async def _kill_in_recovery(self) -> str | None:
-        """Kill a worker, wait until one claims lanes anew, and kill that within a second and a half, once or twice."""
+        """Kill a worker, wait until one claims lanes again, and kill that within a second and a half, once or twice."""
         worker = self._any_worker()
         if worker is None:
             return None
@@ -258,7 +259,7 @@ class Adversary:
         return await self._wake(stored.worker, _of(stored), stored)
 
     async def _wake(self, worker: WorkerProcess, where: str, stored: Stored | None = None) -> str | None:
-        """SIGCONT, when another worker has claimed a lane of the stopped one, or has done the step that it stood in."""
+        """SIGCONT, when another worker has claimed a lane of the stopped one, or has done the step that it was in."""
         others = [other for other in self._crew.running if other is not worker]
         claims = _claims(others)
 

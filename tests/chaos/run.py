@@ -1,6 +1,6 @@
 """A chaos run from beginning to end: the stream undisturbed, the same stream under faults, and the judgement.
 
-Guarantees: whatever happens, no process of the run is left. Gives up: Windows and macOS (it reads `/proc`).
+Guarantees: whatever happens, no process of the run is left. Limitations: Windows and macOS (it reads `/proc`).
 """
 
 import asyncio
@@ -33,14 +33,14 @@ from headrace.schemas.state import StepRecord
 
 _STALL_SECONDS = 120.0
 _ENDED = 10
-"""Workers that may end by themselves before the run is given up (one that starts while the broker is away does)."""
+"""Workers that may end by themselves before the run is dropped (one that starts while the broker is away does)."""
 _BUCKET = "chaos"
 _AHEAD = 120
 """Records that are written ahead of the steps, so that producers write while faults happen."""
 
 
 class StalledError(Exception):
-    """A run does not go on."""
+    """A run does not continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

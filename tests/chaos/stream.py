@@ -1,4 +1,4 @@
-"""The stream that a chaos run trains on: written from a seed, with what must become of each record said beside it.
+"""The stream that a chaos run trains on: written from a seed, with what must become of each record said next to it.
 
 Guarantees: the same seed and number of steps give the same bytes in the same order for each partition, whatever the run; the expectation
 of a record follows from what stands before it in the log, never from time. Each unit (a full batch of the stream, or a job) is one step,

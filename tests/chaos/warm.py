@@ -3,7 +3,7 @@
 One process imports what workers and ranks import (multiprocessing's fork server, with `preload` as its only module), and each worker is
 forked from it; inside the worker, the rank and the tokenizing process are forked, too, where they are spawned otherwise. All that is left
 out is importing: claims, recovery, loading of models and the transactions are those of `headrace worker`, which `main` runs. Linux only.
-Gives up: a fork beside threads is not safe in general; what a rank inherits (sockets to Kafka, signal handlers) is taken from it first.
+Limitations: a fork next to threads is not safe in general; what a rank inherits (sockets to Kafka, signal handlers) is taken from it first.
 """
 
 import contextlib

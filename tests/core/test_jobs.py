@@ -89,11 +89,11 @@ def shown(state: str | None, commands: Sequence[str], *, through: int = 0, docum
         (None, ["pause"], None),
     ],
 )
-def test_rule_16_commands_that_no_owner_has_read_show(state: str | None, commands: list[str], expected: Any) -> None:
+def test_lane_owns_documents_commands_that_no_owner_has_read_show(state: str | None, commands: list[str], expected: Any) -> None:
     assert shown(state, commands) == expected
 
 
-def test_rule_16_commands_that_are_folded_in_are_not_folded_again() -> None:
+def test_lane_owns_documents_commands_that_are_folded_in_are_not_folded_again() -> None:
     assert shown("PENDING", ["pause", "resume"], through=12) == ("PENDING", None, None)
     assert shown("PENDING", ["pause", "resume"], document_through=12) == ("PENDING", None, None)
     assert shown("PENDING", ["pause"], through=10) == ("PENDING", "pause", 10)
@@ -101,7 +101,7 @@ def test_rule_16_commands_that_are_folded_in_are_not_folded_again() -> None:
     assert shown(None, ["cancel"], through=11, early=("j",)) == ("CANCELLING", None, None)
 
 
-def test_rule_16_a_cancel_shows_though_no_owner_has_ever_read_the_lane() -> None:
+def test_lane_owns_documents_a_cancel_shows_though_no_owner_has_ever_read_the_lane() -> None:
     found = fold_jobs([], [record("m", CancelJob(model_id="m", job_id="j"))], [])["j"]
     assert (found.state, found.requested, found.worker_group) == ("JOB_STATE_CANCELLING", "cancel", None)
 

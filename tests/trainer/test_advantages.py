@@ -183,7 +183,7 @@ def test_rewards_of_any_size_give_finite_advantages(rewards: list[float], *, sca
 @pytest.mark.parametrize("balance", [0.0, 1.0, -1.0])
 @pytest.mark.parametrize("scale", [True, False])
 def test_rescaling_lifts_no_rounding(balance: float, *, scale: bool):
-    """Rewards that differ by rounding, alone in a step or beside a group that has something to say, and a member at its group's mean."""
+    """Rewards that differ by rounding, alone in a step or next to a group that has something to say, and a member at its group's mean."""
     apart = group([0, 1], [sequence([1], [2])] * 2)
     at_mean = group([0, 1, 0.1 + 0.2 + 0.3 - 0.1], [sequence([1], [2])] * 3)
     assert default([group(ROUNDED, [sequence([1], [2])] * 3)], scale_rewards=scale, balance=balance) == []

@@ -122,7 +122,7 @@ def test_a_call_extends_the_longest_chain_whatever_the_order_of_the_list(tokeniz
     ]
     for calls in ([first, sub_agent, second, third, fork], [fork, third, sub_agent, second, first]):
         assert trained(tokenized(tokenizer, read(group_of(*calls)))) == expected
-    # Clocks that disagree change which sibling goes on in the chain, never what extends what.
+    # Clocks that disagree change which sibling continues in the chain, never what extends what.
     late = first | {"start_time": "2026-01-02T00:00:00", "end_time": None}
     assert ((1, 2, 3, 9, 4, 5, 9, 6, 7, 9), (2, 3, 5, 6, 8, 9)) in trained(tokenized(tokenizer, read(group_of(late, second, third))))
 

@@ -1,4 +1,4 @@
-"""A rank that goes on by itself to the plan that it has: beside the writing of the step before, and with the same bits."""
+"""A rank that continues by itself to the plan that it has: next to the writing of the step before, and with the same bits."""
 
 import multiprocessing
 import threading
@@ -339,9 +339,9 @@ def test_the_worker_sends_no_word_for_a_step_that_is_under_way_and_gets_its_resu
     theirs.send(results[0])
     assert world.run(first) == results[0]
     assert world.going == second.out_dir
-    with pytest.raises(AssertionError, match="gone on to another step"):
+    with pytest.raises(AssertionError, match="continued to another step"):
         world.run(first)
-    with pytest.raises(AssertionError, match="gone on to another step"):
+    with pytest.raises(AssertionError, match="continued to another step"):
         world.save(SavePlan(state=second.state, folder=""))
     theirs.send(results[1])
     assert world.run(second) == results[1]

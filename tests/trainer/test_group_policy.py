@@ -35,7 +35,7 @@ def test_partial_trains_on_what_is_left_and_says_each_loss(tokenizer: GroupToken
 
 
 def test_the_sampled_tokens_of_the_next_member_are_its_own_also_after_one_that_failed_half_way(tokenizer: GroupTokenizer):
-    """All turns of a group come in one list: a member that is given up in its first turn must not leave its second to the next."""
+    """All turns of a group come in one list: a member that is dropped in its first turn must not leave its second to the next."""
     broken = [USER, choice("", [999]), USER, choice("", [7, 8, 9], prompt_token_ids=[1])]
     group = tokenize(tokenizer, broken, [choice("", [5, 6], prompt_token_ids=[3])])
     assert group.trajectories[0].sequences[0].token_ids.tolist() == [3, 5, 6]

@@ -142,7 +142,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "origin
 def test_neighbours_do_not_see_each_other_where_sequences_outgrow_the_window_and_the_original_positions(
     make_base: Bases, architecture: str, changes: dict[str, object], *, tree: bool
 ):
-    """A sequence of 60 tokens beside short ones that share its beginning, and after it: as each in a model that has seen nothing else."""
+    """A sequence of 60 tokens next to short ones that share its beginning, and after it: as each in a model that has seen nothing else."""
     base = make_base(architecture, **changes)
     model = load_base(base).eval()
     scorer = self_test(model)

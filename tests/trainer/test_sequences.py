@@ -14,7 +14,7 @@ ids = st.lists(st.integers(0, 2), max_size=4)
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Turn]:
-    """Turns whose prompts go on from the turn before, or nearly, or not at all; each sampled token has a log-probability of its own."""
+    """Turns whose prompts continue from the turn before, or nearly, or not at all; each sampled token has a log-probability of its own."""
     turns: list[Turn] = []
     said: list[int] = []
     count = 0

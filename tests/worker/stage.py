@@ -261,7 +261,7 @@ class Stage:
             return int(sent.offset)
 
     async def write_state(self, model: ModelView, state: ModelState) -> None:
-        """A state into the log, as if nothing stood behind it."""
+        """A state into the log, as if nothing was behind it."""
         value, headers = seal(state, source="test")
         async with AIOKafkaProducer(**client_options(self.settings.kafka, "test-rules")) as producer:
             key, lane = model.model_id.encode(), lane_of(model.model_id, LANES)
@@ -288,7 +288,7 @@ class Stage:
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    """Wait for what nobody else tells of."""
+    """Wait for what nobody else reports."""
     async with asyncio.timeout(SOON):
         while not happened():  # noqa: ASYNC110 - memory tells nobody that it changed
             await asyncio.sleep(0.02)

@@ -30,7 +30,7 @@ async def mark_of(settings: Settings) -> int:
     return memory.lane.mark
 
 
-async def test_rule_01_a_claim_reads_beyond_another_producers_open_transaction(settings: Settings) -> None:
+async def test_fence_then_read_a_claim_reads_beyond_another_producers_open_transaction(settings: Settings) -> None:
     owner = writer_of(settings)
     await owner.start()
     await owner.commit([lane_record(settings, 1)], mark=1)
@@ -58,7 +58,7 @@ async def _claim(settings: Settings) -> int:
         await claimant.stop()
 
 
-async def test_rule_01_fencing_before_reading_never_sees_a_stale_state(settings: Settings) -> None:
+async def test_fence_then_read_fencing_before_reading_never_sees_a_stale_state(settings: Settings) -> None:
     for mark in range(1, 11):
         owner = writer_of(settings)
         await owner.start()
@@ -85,7 +85,7 @@ async def test_a_fenced_owner_can_not_commit_and_what_it_wrote_is_invisible(sett
     await owner.stop()
 
 
-async def test_rule_02_a_refused_record_takes_its_whole_transaction_with_it(settings: Settings) -> None:
+async def test_await_every_send_a_refused_record_takes_its_whole_transaction_with_it(settings: Settings) -> None:
     owner = writer_of(settings)
     await owner.start()
     too_large = OutgoingRecord(topic=settings.topic_names.weights, key=b"m", value=b"x" * 1_500_000, headers=(), partition=0)
@@ -95,7 +95,7 @@ async def test_rule_02_a_refused_record_takes_its_whole_transaction_with_it(sett
     assert await _claim(settings) == 0
 
 
-async def test_rule_03_after_an_unclear_commit_only_reading_tells_what_happened(
+async def test_unknown_outcome_after_an_unclear_commit_only_reading_tells_what_happened(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = writer_of(settings)
@@ -113,7 +113,7 @@ async def test_rule_03_after_an_unclear_commit_only_reading_tells_what_happened(
     assert await _claim(settings) == 7
 
 
-async def test_rule_04_a_lane_that_stays_is_not_released_by_a_rebalance(settings: Settings) -> None:
+async def test_kept_lane_a_lane_that_stays_is_not_released_by_a_rebalance(settings: Settings) -> None:
     first, second = Balancer(settings), Balancer(settings)
     await first.start()
     await _until(first, {0, 1})
@@ -128,7 +128,7 @@ async def test_rule_04_a_lane_that_stays_is_not_released_by_a_rebalance(settings
     await first.stop()
 
 
-async def test_rule_06_another_partition_count_than_at_the_first_claim_is_refused(settings: Settings) -> None:
+async def test_one_lane_another_partition_count_than_at_the_first_claim_is_refused(settings: Settings) -> None:
     owner = writer_of(settings)
     await owner.start()
     await owner.commit([lane_record(settings, 1, partitions=12)], mark=1)

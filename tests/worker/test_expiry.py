@@ -21,7 +21,7 @@ def waiting(offset: int, timestamp_ms: int, job_id: str | None = None) -> Pendin
     return PendingGroup(offset=offset, group=group(f"g{offset}"), job_id=job_id, timestamp_ms=timestamp_ms)
 
 
-def test_rule_07_a_group_is_refused_before_retention_takes_its_record() -> None:
+def test_scanned_and_pending_a_group_is_refused_before_retention_takes_its_record() -> None:
     week = 7 * DAY_MS
     held = [waiting(1, 0), waiting(2, DAY_MS, "j"), waiting(3, -1)]
     at_90_percent = round(0.9 * week)

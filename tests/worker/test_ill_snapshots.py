@@ -1,4 +1,4 @@
-"""A snapshot that is damaged or gone is the fault of its model: the lane goes on, and the model can be resumed or deleted."""
+"""A snapshot that is damaged or gone is the fault of its model: the lane continues, and the model can be resumed or deleted."""
 
 from pathlib import Path
 

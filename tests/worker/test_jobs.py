@@ -40,7 +40,7 @@ LONG = SftConfig(epochs=8, batch_size=1)
 
 @pytest.fixture(scope="module")
 def lane(kafka: str, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Settings]:
-    """Topics with a worker that gives up incomplete jobs after 25 s; what `before_the_worker` wrote is there when it starts."""
+    """Topics with a worker that stops incomplete jobs after 25 s; what `before_the_worker` wrote is there when it starts."""
     folder = tmp_path_factory.mktemp("jobs-worker")
     found = settings_of(kafka, f"jobs{uuid.uuid4().hex[:8]}.", folder, tiny_model)
     found = found.model_copy(update={"worker": found.worker.model_copy(update={"job_timeout_seconds": 25.0})})

@@ -25,7 +25,7 @@ async def until_gone(store: ObjectStore, gone: set[str], seconds: float = 120) -
 
 
 @pytest.mark.slow
-async def test_rule_14_reports_stay_snapshots_go_by_policy_and_a_killed_workers_files_with_the_next_one(
+async def test_attempt_names_reports_stay_snapshots_go_by_policy_and_a_killed_workers_files_with_the_next_one(
     settings: Settings, start_worker: Start
 ) -> None:
     worker = {"snapshot_every": 1, "keep_snapshots": 2, "orphan_grace_seconds": 0, "report_rows": "all"}

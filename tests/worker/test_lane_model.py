@@ -115,7 +115,7 @@ def test_a_job_can_not_skip_a_state() -> None:
         run.move_job("j", JobState.COMPLETED)
 
 
-def test_rule_11_a_duplicate_is_an_id_among_the_last_w_admitted() -> None:
+def test_duplicate_window_a_duplicate_is_an_id_among_the_last_w_admitted() -> None:
     window = DuplicateWindow(2)
     for name in ("a", "b", "b", "c"):
         window.add(name)

@@ -1,4 +1,4 @@
-"""A lane's reader beside a record that aiokafka can't hand over."""
+"""A lane's reader next to a record that aiokafka can't hand over."""
 
 from aiokafka import AIOKafkaProducer
 from tests.unreadable import send_unreadable

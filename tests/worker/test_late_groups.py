@@ -14,7 +14,7 @@ from headrace.schemas.reasons import RejectionReason
 from headrace.schemas.state import StepRecord
 
 
-async def test_rule_09_a_group_behind_a_jobs_last_one_is_refused_also_where_it_is_read_before_the_step_runs(shared: Settings) -> None:
+async def test_intent_first_a_group_behind_a_jobs_last_one_is_refused_also_where_it_is_read_before_the_step_runs(shared: Settings) -> None:
     model = await learner(shared, "late group")
     job = TrainingJob(job_id="in time", group_ids=("a", "b"))
     bodies = [

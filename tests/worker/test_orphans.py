@@ -76,7 +76,7 @@ async def attempts(settings: Settings, count: int) -> list[str]:
     return [await made.new("m") for _ in range(count)]
 
 
-async def test_rule_14_what_no_step_committed_goes_and_what_one_did_stays(settings: Settings, store: ObjectStore, m: str) -> None:
+async def test_attempt_names_what_no_step_committed_goes_and_what_one_did_stays(settings: Settings, store: ObjectStore, m: str) -> None:
     lost, first, second, third, beyond = await attempts(settings, 5)
     ledger = [record(step, attempt=attempt, model_id=m) for step, attempt in enumerate((first, second, third), 1)]
     await write(settings, ledger, key=m)
@@ -156,7 +156,9 @@ async def test_states_as_they_are_after_the_listing_count(settings: Settings, fi
     assert await collect(settings, files, Owner(state_of(m, version=2, last_attempt=just_now)), seen) == set()
 
 
-async def test_rule_14_a_frozen_owner_that_wakes_deletes_nothing_of_the_next_one(settings: Settings, files: FileStore, m: str) -> None:
+async def test_attempt_names_a_frozen_owner_that_wakes_deletes_nothing_of_the_next_one(
+    settings: Settings, files: FileStore, m: str
+) -> None:
     """It lists what its successor stored and finds it beyond its own version; the proof of its ownership fails."""
     (of_the_next,) = await attempts(settings, 1)
     kept = put_folder(files, "weights", 1, of_the_next, model_id=m)

@@ -39,7 +39,7 @@ async def die_of_it(commit: Commit) -> dict[str, int]:
     return await (commit.die() if commit.of(StepRecord) else commit.go())
 
 
-async def test_rule_10_a_store_that_takes_no_files_never_counts_as_an_attempt_of_the_batch(
+async def test_attempt_limit_a_store_that_takes_no_files_never_counts_as_an_attempt_of_the_batch(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One attempt is allowed, and each owner begins it: none has ended by it."""
@@ -76,7 +76,7 @@ async def until_attempts(seen: Following, counts: list[int]) -> None:
     assert counted() == counts
 
 
-async def test_rule_10_a_rank_whose_disk_takes_no_files_has_not_failed_the_step(
+async def test_attempt_limit_a_rank_whose_disk_takes_no_files_has_not_failed_the_step(
     stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lane = stage.free_lane()

@@ -92,7 +92,7 @@ async def test_the_next_step_runs_while_this_one_waits_for_its_commit_and_is_not
 
 
 @staged
-async def test_rule_05_a_step_that_was_begun_ahead_of_a_commit_that_failed_is_not_gone_on_from(stage: Stage) -> None:
+async def test_committed_state_only_a_step_that_was_begun_ahead_of_a_commit_that_failed_is_not_gone_on_from(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
     lost: list[StepRecord] = []

@@ -1,4 +1,4 @@
-"""A worker that starts on topics in which somebody has written anything at all, and goes on training."""
+"""A worker that starts on topics in which somebody has written anything at all, and continues training."""
 
 import asyncio
 from collections.abc import Callable

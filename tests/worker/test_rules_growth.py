@@ -94,13 +94,13 @@ def an_error_that_quotes_what_it_read(run: LaneModel) -> None:
         an_error_that_quotes_what_it_read,
     ],
 )
-def test_rule_15_a_state_fits_into_a_record_whatever_comes(flood: Callable[[LaneModel], None]) -> None:
+def test_bounded_records_a_state_fits_into_a_record_whatever_comes(flood: Callable[[LaneModel], None]) -> None:
     run = run_of()
     flood(run)
     assert len(run.next_change(10**9).state.model_dump_json().encode()) < ROOM
 
 
-def test_rule_15_fewer_groups_may_wait_where_the_id_of_their_job_is_long() -> None:
+def test_bounded_records_fewer_groups_may_wait_where_the_id_of_their_job_is_long() -> None:
     uuid = "00000000-7d2f-4c3a-9b1e-0c5d2a6b8f11"
     assert (pending_room(MAX_PENDING, None), pending_room(MAX_PENDING, uuid)) == (MAX_PENDING, MAX_PENDING)
     for job_id in ("j" * 256, LONG, "\x01" * 256):
@@ -112,7 +112,7 @@ def test_rule_15_fewer_groups_may_wait_where_the_id_of_their_job_is_long() -> No
         assert len(run.next_change(2 * 10**9).state.model_dump_json().encode()) < ROOM / 2
 
 
-def test_rule_15_a_window_whose_ids_do_not_all_fit_is_the_same_for_the_next_owner() -> None:
+def test_bounded_records_a_window_whose_ids_do_not_all_fit_is_the_same_for_the_next_owner() -> None:
     window = DuplicateWindow(100_000)
     for i in range(100):
         window.add(f"before {i}")
@@ -132,7 +132,9 @@ def test_rule_15_a_window_whose_ids_do_not_all_fit_is_the_same_for_the_next_owne
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_rule_15_the_broker_takes_a_full_state_and_the_record_of_a_step_of_thousands_of_scattered_groups(stage: Stage) -> None:
+async def test_bounded_records_the_broker_takes_a_full_state_and_the_record_of_a_step_of_thousands_of_scattered_groups(
+    stage: Stage,
+) -> None:
     lane = stage.free_lane()
     options, topics = client_options(stage.settings.kafka, "test-rules"), stage.settings.topic_names
     run = run_of()

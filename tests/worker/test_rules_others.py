@@ -32,7 +32,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 TEN_DAYS_MS = 10 * 24 * 3600 * 1000
 
 
-async def test_rule_16_a_cancel_that_is_read_before_its_jobs_record_outlives_the_owner_that_read_it(stage: Stage) -> None:
+async def test_lane_owns_documents_a_cancel_that_is_read_before_its_jobs_record_outlives_the_owner_that_read_it(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
     async with stage.seen(model) as seen:
@@ -57,7 +57,7 @@ async def test_rule_16_a_cancel_that_is_read_before_its_jobs_record_outlives_the
     assert (await get_job(stage.settings, "j")).state is JobState.CANCELLED
 
 
-async def test_rule_16_a_cancel_shows_while_no_owner_is_alive_and_the_next_one_keeps_to_it(stage: Stage) -> None:
+async def test_lane_owns_documents_a_cancel_shows_while_no_owner_is_alive_and_the_next_one_keeps_to_it(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
     job_id = f"waits for {model.model_id}"
@@ -78,7 +78,7 @@ async def test_rule_16_a_cancel_shows_while_no_owner_is_alive_and_the_next_one_k
     assert seen.of(StepRecord) == []
 
 
-async def test_rule_17_a_job_that_is_sent_again_since_its_answer_was_lost_trains_once(stage: Stage) -> None:
+async def test_idempotent_submit_a_job_that_is_sent_again_since_its_answer_was_lost_trains_once(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
     job_id = f"once for {model.model_id}"
@@ -103,7 +103,7 @@ async def test_rule_17_a_job_that_is_sent_again_since_its_answer_was_lost_trains
     assert seen.of(JobDocument)[-1].groups_rejected == 0
 
 
-async def test_rule_19_a_spool_that_comes_ten_days_late_is_stamped_as_it_comes_and_trains(stage: Stage) -> None:
+async def test_append_time_a_spool_that_comes_ten_days_late_is_stamped_as_it_comes_and_trains(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
     now = int(time.time() * 1000)
@@ -123,7 +123,7 @@ async def test_rule_19_a_spool_that_comes_ten_days_late_is_stamped_as_it_comes_a
     assert offsets_of(step) == sent
 
 
-async def test_rule_20_an_engine_that_is_killed_before_its_ack_applies_the_same_weights_again_and_acks_them_once(
+async def test_repeatable_acks_an_engine_that_is_killed_before_its_ack_applies_the_same_weights_again_and_acks_them_once(
     stage: Stage, tmp_path: Path
 ) -> None:
     lane = stage.free_lane()
@@ -160,7 +160,7 @@ async def test_rule_20_an_engine_that_is_killed_before_its_ack_applies_the_same_
     assert len(set(acks)) == 1, "whoever counts drops the repeat"
 
 
-async def test_rule_20_a_cluster_that_a_power_loss_can_rewind_is_said_to_be_one(stage: Stage) -> None:
+async def test_repeatable_acks_a_cluster_that_a_power_loss_can_rewind_is_said_to_be_one(stage: Stage) -> None:
     """No power is cut here; what is safe is a matter of two settings, which are read from the broker."""
     found = await durability(client_options(stage.settings.kafka, "test-rules"), stage.settings.topic_names)
     assert (found.replicas, found.min_in_sync, found.safe) == (1, 1, False)

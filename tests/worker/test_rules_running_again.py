@@ -50,7 +50,7 @@ def other_weights(commit: Commit) -> None:
     ],
     ids=["environment", "plan", "weights"],
 )
-async def test_rule_13_a_step_that_does_not_come_out_as_before_stops_its_model_alone_and_an_operator_rebases_it(
+async def test_verified_rerun_a_step_that_does_not_come_out_as_before_stops_its_model_alone_and_an_operator_rebases_it(
     stage: Stage, change: Callable[[Commit], None], said: str
 ) -> None:
     lane = stage.free_lane()
@@ -130,7 +130,7 @@ async def trained_on_claims(stage: Stage, model: ModelView, lane: int) -> list[P
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_rule_13_a_payload_that_is_gone_stops_its_model_and_what_can_be_had_is_gone_on_from(stage: Stage) -> None:
+async def test_verified_rerun_a_payload_that_is_gone_stops_its_model_and_what_can_be_had_is_gone_on_from(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
     payloads = await trained_on_claims(stage, model, lane)
@@ -148,7 +148,7 @@ async def test_rule_13_a_payload_that_is_gone_stops_its_model_and_what_can_be_ha
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_rule_13_a_store_that_is_away_for_a_moment_is_waited_for(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+async def test_verified_rerun_a_store_that_is_away_for_a_moment_is_waited_for(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     """A file that the operating system can't open, as on a network file system that is not there: no answer, unlike "no such file"."""
     lane = stage.free_lane()
     model = await stage.model(lane)
@@ -167,7 +167,7 @@ async def test_rule_13_a_store_that_is_away_for_a_moment_is_waited_for(stage: St
     assert steps[1].attempt_before == steps[0].attempt
 
 
-def test_rule_14_two_attempts_at_one_step_never_meet_and_the_same_one_again_is_success(store: ObjectStore, tmp_path: Path) -> None:
+def test_attempt_names_two_attempts_at_one_step_never_meet_and_the_same_one_again_is_success(store: ObjectStore, tmp_path: Path) -> None:
     def put(attempt: str, content: bytes) -> WeightsRef:
         folder = tmp_path / f"{attempt}-{content.decode()}"
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Rules 7 to 11: what a model waits for, and what an owner must not decide anew. Each interleaving is made to happen on a lane."""
+"""Rules 7 to 11: what a model waits for, and what an owner must not decide again. Each interleaving is made to happen on a lane."""
 
 import pytest
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
@@ -22,7 +22,9 @@ async def die_with_a_step(commit: Commit) -> dict[str, int]:
     return await (commit.die() if commit.of(StepRecord) else commit.go())
 
 
-async def test_rule_07_job_a_waits_while_the_stream_and_job_b_train_and_its_first_group_is_fetched_by_the_next_owner(stage: Stage) -> None:
+async def test_scanned_and_pending_job_a_waits_while_the_stream_and_job_b_train_and_its_first_group_is_fetched_by_the_next_owner(
+    stage: Stage,
+) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
     async with stage.seen(model) as seen:
@@ -42,7 +44,7 @@ async def test_rule_07_job_a_waits_while_the_stream_and_job_b_train_and_its_firs
     assert (steps[2].job_id, offsets_of(steps[2])) == ("A", [a1, a2])
 
 
-async def test_rule_07_a_lost_pending_group_stops_its_model_alone_and_a_resumed_one_refuses_it_as_expired(stage: Stage) -> None:
+async def test_scanned_and_pending_a_lost_pending_group_stops_its_model_alone_and_a_resumed_one_refuses_it_as_expired(stage: Stage) -> None:
     lane = stage.free_lane()
     model, other = await stage.model(lane), await stage.model(lane)
     async with stage.seen(model) as seen, stage.seen(other) as beside:
@@ -67,7 +69,9 @@ async def test_rule_07_a_lost_pending_group_stops_its_model_alone_and_a_resumed_
     assert step.refusals == {RejectionReason.EXPIRED: 1}
 
 
-async def test_rule_07_records_that_were_lost_before_anybody_read_them_stop_the_lanes_models_and_name_the_offsets(stage: Stage) -> None:
+async def test_scanned_and_pending_records_that_were_lost_before_anybody_read_them_stop_the_lanes_models_and_name_the_offsets(
+    stage: Stage,
+) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
     async with stage.seen(model) as seen:
@@ -97,7 +101,7 @@ async def test_rule_07_records_that_were_lost_before_anybody_read_them_stop_the_
     assert [event.state for event in seen.of(JobStateChanged)] == [JobState.PENDING, JobState.RUNNING, JobState.COMPLETED]
 
 
-async def test_rule_07_a_group_that_waits_is_refused_while_its_record_is_still_in_the_log(stage: Stage) -> None:
+async def test_scanned_and_pending_a_group_that_waits_is_refused_while_its_record_is_still_in_the_log(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
     options, topic = client_options(stage.settings.kafka, "test-rules"), stage.settings.topic_names.trajectory_groups
@@ -115,7 +119,7 @@ async def test_rule_07_a_group_that_waits_is_refused_while_its_record_is_still_i
         await apply(stage.settings)
 
 
-async def test_rule_08_a_model_that_no_commit_has_named_yet_gets_its_groups_though_another_is_far_ahead(stage: Stage) -> None:
+async def test_lane_record_a_model_that_no_commit_has_named_yet_gets_its_groups_though_another_is_far_ahead(stage: Stage) -> None:
     lane = stage.free_lane()
     ahead = await stage.model(lane)
     async with stage.seen(ahead) as seen, stage.owner(lane):
@@ -140,7 +144,7 @@ async def test_rule_08_a_model_that_no_commit_has_named_yet_gets_its_groups_thou
     assert offsets_of(steps[2]) == more
 
 
-async def test_rule_09_what_a_linger_cut_is_cut_again_after_a_crash_though_more_came_meanwhile(stage: Stage) -> None:
+async def test_intent_first_what_a_linger_cut_is_cut_again_after_a_crash_though_more_came_meanwhile(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane, groups_per_step=100, linger_seconds=0.2)
     cut = await stage.send(model, *(group(f"g{i}", seed=i, version=None) for i in range(2)))
@@ -157,7 +161,7 @@ async def test_rule_09_what_a_linger_cut_is_cut_again_after_a_crash_though_more_
 
 
 @pytest.mark.parametrize(("job_id", "deaths"), [("j", 2), (None, 3)], ids=["job", "stream"])
-async def test_rule_10_a_batch_that_ends_its_worker_each_time_is_refused_and_the_lane_goes_on(
+async def test_attempt_limit_a_batch_that_ends_its_worker_each_time_is_refused_and_the_lane_goes_on(
     stage: Stage, job_id: str | None, deaths: int
 ) -> None:
     """Of a job the first attempt is noted with RUNNING; a batch of the stream is under suspicion from the first unclean end on."""
@@ -188,7 +192,7 @@ async def test_rule_10_a_batch_that_ends_its_worker_each_time_is_refused_and_the
         assert (last.state, last.message) == (JobState.FAILED, why)
 
 
-async def test_rule_10_a_worker_that_ends_in_order_puts_no_batch_under_suspicion(stage: Stage) -> None:
+async def test_attempt_limit_a_worker_that_ends_in_order_puts_no_batch_under_suspicion(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
     sent = await stage.send(model, *(group(f"g{i}", seed=i, version=None, job_id="j") for i in range(2)))
@@ -204,7 +208,7 @@ async def test_rule_10_a_worker_that_ends_in_order_puts_no_batch_under_suspicion
     assert seen.of(GroupRejected) == []
 
 
-async def test_rule_11_the_window_after_a_crash_is_the_one_before_it(stage: Stage) -> None:
+async def test_duplicate_window_the_window_after_a_crash_is_the_one_before_it(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
     worker = {"duplicate_window": 3, "snapshot_every": 2}
@@ -228,7 +232,7 @@ async def test_rule_11_the_window_after_a_crash_is_the_one_before_it(stage: Stag
     assert offsets_of(steps[2])[1:] == [offsets[3]], "the stream's e, which waited, and a, which had left the window"
 
 
-async def test_rule_11_a_group_that_is_read_again_since_it_waited_pushes_nobody_out_of_the_window(stage: Stage) -> None:
+async def test_duplicate_window_a_group_that_is_read_again_since_it_waited_pushes_nobody_out_of_the_window(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
 

@@ -18,7 +18,7 @@ from headrace.schemas.weights import WeightsPublished
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_rule_03_a_step_whose_commit_was_not_answered_is_found_by_its_attempt_and_not_run_again(stage: Stage) -> None:
+async def test_unknown_outcome_a_step_whose_commit_was_not_answered_is_found_by_its_attempt_and_not_run_again(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
     unanswered: list[StepRecord] = []
@@ -42,7 +42,7 @@ async def test_rule_03_a_step_whose_commit_was_not_answered_is_found_by_its_atte
     assert max(seen.event_ids.values()) == 1
 
 
-async def test_rule_03_a_lane_that_the_group_took_away_is_not_claimed_to_learn_of_a_commit(stage: Stage) -> None:
+async def test_unknown_outcome_a_lane_that_the_group_took_away_is_not_claimed_to_learn_of_a_commit(stage: Stage) -> None:
     lane = stage.free_lane()
     model = await stage.model(lane)
 
@@ -64,7 +64,9 @@ async def test_rule_03_a_lane_that_the_group_took_away_is_not_claimed_to_learn_o
 
 
 @pytest.mark.parametrize("landed", [True, False])
-async def test_rule_03_a_lane_that_is_taken_away_while_its_commit_is_on_its_way_commits_nothing_more(stage: Stage, landed: bool) -> None:
+async def test_unknown_outcome_a_lane_that_is_taken_away_while_its_commit_is_on_its_way_commits_nothing_more(
+    stage: Stage, landed: bool
+) -> None:
     """What it knows is from before that commit, without the groups of its step: said now, it would undo the step, or lose the groups."""
     lane = stage.free_lane()
     model = await stage.model(lane)
@@ -91,7 +93,7 @@ async def test_rule_03_a_lane_that_is_taken_away_while_its_commit_is_on_its_way_
     assert max(seen.event_ids.values()) == 1
 
 
-async def test_rule_05_what_the_ranks_made_of_a_fenced_step_is_not_gone_on_from(stage: Stage) -> None:
+async def test_committed_state_only_what_the_ranks_made_of_a_fenced_step_is_not_gone_on_from(stage: Stage) -> None:
     """The worker gets the lane back with step 2 on its ranks, which nobody has committed: again, it must come out as the first time."""
     lane = stage.free_lane()
     model = await stage.model(lane)
@@ -117,7 +119,7 @@ async def test_rule_05_what_the_ranks_made_of_a_fenced_step_is_not_gone_on_from(
     assert len({record.digest for record in published}) == 3
 
 
-async def test_rule_12_a_model_that_is_deleted_while_its_step_waits_for_its_commit_publishes_nothing(stage: Stage) -> None:
+async def test_incarnation_a_model_that_is_deleted_while_its_step_waits_for_its_commit_publishes_nothing(stage: Stage) -> None:
     """A refusal is being committed when the step is done: the step's turn comes when its model is gone, and the lane lives on."""
     lane = stage.free_lane()
     model = await stage.model(lane)

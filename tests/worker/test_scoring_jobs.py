@@ -1,4 +1,4 @@
-"""What a job may ask for beside its step: evaluation, log-probabilities instead of training, deployments, machines; and warm starts."""
+"""What a job may ask for next to its step: evaluation, log-probabilities instead of training, deployments, machines; and warm starts."""
 
 import uuid
 from collections.abc import Sequence

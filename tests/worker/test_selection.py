@@ -105,7 +105,7 @@ def test_the_stream_is_complete_with_max_tokens_per_step() -> None:
     assert (batch.cut, [w.offset for w in batch.groups]) == ("max_tokens_per_step", [0, 1])
 
 
-def test_rule_07_a_job_that_waits_for_its_groups_holds_neither_the_stream_nor_another_job() -> None:
+def test_scanned_and_pending_a_job_that_waits_for_its_groups_holds_neither_the_stream_nor_another_job() -> None:
     run = run_of()
     admit(run, 0, job_id="a")
     admit(run, 1)

@@ -324,7 +324,7 @@ async def litter(settings: Settings, model_id: str) -> int:
     return len(sent)
 
 
-async def test_rule_18_a_shadow_trains_on_the_same_groups_and_the_group_that_it_shadows_does_not_notice(
+async def test_isolated_shadow_a_shadow_trains_on_the_same_groups_and_the_group_that_it_shadows_does_not_notice(
     shared: Settings, trial: Shadow
 ) -> None:
     source = await learner(shared, "shadowed", max_policy_lag=2)
@@ -369,7 +369,7 @@ async def test_rule_18_a_shadow_trains_on_the_same_groups_and_the_group_that_it_
         assert not [name for step in steps for name in step.metrics if "lag_" in name and not name.endswith("unknown")]
         assert seen.dead_letters == seen.of(GroupRejected) == []
 
-        # Killed before its first snapshot: it runs its steps again from the other group's log, and goes on.
+        # Killed before its first snapshot: it runs its steps again from the other group's log, and continues.
         assert seen.of(ModelState)[-1].snapshot is None
         trial.kill()
         trial.run()

@@ -30,7 +30,7 @@ async def test_fewer_than_are_kept_all_stay(store: ObjectStore) -> None:
 
 
 async def test_an_owner_that_was_frozen_deletes_nothing_that_a_later_one_needs(store: ObjectStore) -> None:
-    """It goes on with the state that it committed itself, long ago."""
+    """It continues with the state that it committed itself, long ago."""
     keys = [put_folder(store, "snapshot", step, f"a{step}") for step in range(1, 9)]
     await SnapshotKeeper(store, 1).committed(state_of(snapshot=keys[2], store=store))
     assert list(folders(store)) == keys[2:]

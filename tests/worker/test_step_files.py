@@ -158,7 +158,7 @@ def gone(store: ObjectStore, key: str) -> None:
 
 @pytest.mark.parametrize("damage", [flipped, truncated, gone])
 @pytest.mark.parametrize("file", ["weights/00000003-attempt/w", "weights/00000003-attempt/manifest.json", "snapshots/00000003-attempt/s"])
-async def test_rule_14_what_is_damaged_between_its_upload_and_the_commit_is_found_and_stored_once_more(
+async def test_attempt_names_what_is_damaged_between_its_upload_and_the_commit_is_found_and_stored_once_more(
     store: ObjectStore, tmp_path: Path, damage: Callable[[ObjectStore, str], None], file: str
 ) -> None:
     out, report = out_dir(tmp_path, "weights/w", "snapshot/s"), report_of(batch())

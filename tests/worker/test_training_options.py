@@ -171,7 +171,7 @@ async def test_a_worker_under_torchrun_is_rank_0_and_the_launcher_ends_all_ranks
 async def test_a_worker_of_two_ranks_trains_what_one_rank_trains_and_survives_the_loss_of_a_rank(
     settings: Settings, shared: Settings, start_worker: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:
-    """The world is ended and started anew around the committed state; nothing is trained twice, nothing is lost."""
+    """The world is ended and restarted around the committed state; nothing is trained twice, nothing is lost."""
     two = settings.model_copy(update={"worker": settings.worker.model_copy(update={"ranks": 2, "zero_stage": 1})})
     worker = start_worker(two)
     weights = []

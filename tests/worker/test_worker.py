@@ -240,7 +240,7 @@ async def test_a_stale_member_is_said_with_the_step_that_trains_the_others(share
     assert seen.of(GroupRejected) == []
 
 
-async def test_rule_07_members_that_were_refused_are_not_said_again_by_the_worker_that_reads_their_group_again(
+async def test_scanned_and_pending_members_that_were_refused_are_not_said_again_by_the_worker_that_reads_their_group_again(
     settings: Settings, start_worker: Start
 ) -> None:
     model = await learner(settings)
@@ -301,7 +301,7 @@ async def test_zero_variance_is_refused_where_the_model_says_so(shared: Settings
     assert rejected.reason is RejectionReason.ZERO_VARIANCE
 
 
-async def test_rule_12_a_deleted_model_refuses_late_groups_and_a_new_one_is_another_incarnation(shared: Settings) -> None:
+async def test_incarnation_a_deleted_model_refuses_late_groups_and_a_new_one_is_another_incarnation(shared: Settings) -> None:
     model = await learner(shared, "deleted")
     async with following(shared, model.model_id) as seen, TrajectoryProducer(shared, model_id=model.model_id) as producer:
         await producer.send(group("a"))
@@ -322,7 +322,7 @@ async def test_rule_12_a_deleted_model_refuses_late_groups_and_a_new_one_is_anot
     assert steps[0].weights.uri != steps[1].weights.uri
 
 
-async def test_rule_06_a_record_on_a_foreign_lane_is_dead_lettered(shared: Settings) -> None:
+async def test_one_lane_a_record_on_a_foreign_lane_is_dead_lettered(shared: Settings) -> None:
     model = await learner(shared, "foreign lane")
     producer = AIOKafkaProducer(**client_options(shared.kafka, "test"))
     await producer.start()

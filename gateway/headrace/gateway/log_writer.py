@@ -2,11 +2,12 @@
 
 Transactional ids are `headrace-gateway-<instance>-<slot>`, one lock a slot, time-out 5 s, nothing slow inside: payloads are in the object
 store before, records are sealed before. Guarantees: `commit` returns when all of it is committed and the gateway's own tables hold it; a
-commit whose outcome is unclear is cleared by fencing (the producer starts anew, which ends its last transaction) and asking whether it is
-there. A change that is only right while something is as it was seen (nobody has made that resource yet) is written in a `Turn`: all
-gateways share its transactional ids, and whoever takes one up fences the others, then reads, then looks again, then writes; so of two that
-saw the same, one writes. Gives up: an order among slots; two gateways with one instance name fence each other, and the one that loses says
-so; speed of changes in one turn that come to several gateways side by side, since they fence each other.
+commit whose outcome is unclear is cleared by fencing (the producer starts again, which ends its last transaction) and asking whether it is
+there. A change that is only right while something is as it was seen (no one has made that resource yet) is written in a `Turn`: all
+gateways share its transactional ids, and the process that takes one up fences the others, then reads, then looks again, then writes; so
+of two that
+saw the same, one writes. Limitations: an order among slots; two gateways with one instance name fence each other, and the one that loses
+says so; speed of changes in one turn that come to several gateways side by side, since they fence each other.
 """
 
 import asyncio
@@ -71,7 +72,7 @@ class Turn:
     still: Callable[[], bool]
     """Whether the view's tables are as they were when the change was decided. What it reads is written in this turn only."""
     others_write: str | None = None
-    """A topic beside `gateway` that `still` reads, and that is also written outside of turns: it is read to its end each time."""
+    """A topic next to `gateway` that `still` reads, and that is also written outside of turns: it is read to its end each time."""
 
     @classmethod
     def while_unchanged(cls, of: str, facts: Mapping[str, BaseModel], were: Mapping[str, BaseModel | None]) -> "Turn":
@@ -124,7 +125,7 @@ class LogWriter:
         self._turn_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._turn_topic = settings.topic_names.gateway
         self._turn_read: dict[str, dict[TopicPartition, int]] = {}
-        """Turns whose producer nobody has fenced since all that was written in them before was read; and where we wrote last."""
+        """Turns whose producer no one has fenced since all that was written in them before was read; and where we wrote last."""
 
     async def __aenter__(self) -> "LogWriter":
         return self
@@ -143,7 +144,7 @@ class LogWriter:
 
         Raises:
             OvertakenError: that is no longer so; nothing was written.
-            KafkaUnavailableError: it is not committed, or nobody can say; repeating the request is safe.
+            KafkaUnavailableError: it is not committed, or no one can say; repeating the request is safe.
         """
         name, let_go = await (self._slot() if turn is None else self._take(turn))
         # Shielded: a client that hangs up ends no transaction in the middle, and the slot is free when the transaction has ended.
@@ -269,7 +270,7 @@ async def _transaction(producer: AIOKafkaProducer, records: Sequence[Sealed]) ->
         delivery = await producer.send(
             record.topic, value=record.value, key=record.key.encode(), partition=record.partition, headers=list(record.headers)
         )
-        delivery.add_done_callback(_heard)  # if the next send raises, nobody asks
+        delivery.add_done_callback(_heard)  # if the next send raises, no one asks
         deliveries.append(delivery)
     # Every send is awaited: a commit after a failed one returns cleanly and loses that record (rule 2).
     written: list[RecordMetadata | BaseException] = await asyncio.gather(*deliveries, return_exceptions=True)

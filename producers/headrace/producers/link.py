@@ -1,4 +1,4 @@
-"""The connection to Kafka under the producer: one idempotent aiokafka producer, replaced when it can't go on.
+"""The connection to Kafka under the producer: one idempotent aiokafka producer, replaced when it can't continue.
 
 Guarantees: acks=all and idempotent, so a retry inside the client never doubles a record; every write ends within the request timeout,
 in a position or in a `DeliveryError` that says whether the record may be in the log (aiokafka alone would retry for ever). After an
@@ -20,7 +20,7 @@ from headrace.core.kafka import KafkaUnavailableError, client_options, plain_err
 from headrace.core.kafka_outage import folding
 from headrace.core.outages import said
 from headrace.core.settings import Settings
-from headrace.core.topic_metadata import partition_count
+from headrace.core.topic_admin import partition_count
 from headrace.producers.errors import DeliveryError
 
 BATCH_BYTES = 256 * 1024
@@ -141,6 +141,6 @@ class KafkaLink:
 
 
 def _look_at(position: "asyncio.Future[RecordMetadata]") -> None:
-    """Take the outcome of a record whose writer gave up waiting, so that asyncio does not complain about it."""
+    """Take the outcome of a record whose writer stopped waiting, so that asyncio does not complain about it."""
     if not position.cancelled():
         position.exception()

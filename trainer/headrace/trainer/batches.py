@@ -4,7 +4,7 @@ A policy-gradient step is one update over all rows, or several: of `grad_accumul
 `max_trajectories_per_update` trajectories, or of as many rows as `max_tokens_per_update` holds, or both. Supervised fine-tuning is one
 update for each batch of examples in each epoch, in an order drawn from the step's seed. Guarantees: a pure function of (groups, options,
 capacity, ranks, policy version, seed); the coefficients of each update sum to what the whole step's sum to, so several updates weigh like
-one. Gives up: balance between the updates of one step beyond what the order of rows gives.
+one. Limitations: balance between the updates of one step beyond what the order of rows gives.
 """
 
 import math
@@ -153,7 +153,7 @@ def _count(micro_steps: Sequence[Sequence[PackedRow | None]], owners: Sequence[O
 
 
 def _as_text(trajectory: TokenizedTrajectory) -> TokenizedTrajectory:
-    """Without what a sampler said: an example is learnt, whoever wrote it."""
+    """Without what a sampler said: an example is learnt, the process that wrote it."""
     sequences = (replace(s, logprobs=np.full_like(s.logprobs, np.nan), policy_versions=None) for s in trajectory.sequences)
     return replace(trajectory, sequences=tuple(sequences))
 

@@ -4,7 +4,7 @@ All ranks wait for the slowest one at every micro step, so what an update costs 
 planner therefore fills steps x ranks bins under a hard cap of tokens and puts bins of like cost into one micro step:
 
 1. Peel: while the costliest item left costs more than an even share of what is left, it sets the pace of a micro step of its own; the
-   ranks beside it take the next costliest items and are filled up to that pace, because their time is paid for anyway.
+   ranks next to it take the next costliest items and are filled up to that pace, because their time is paid for anyway.
 2. Spread: every other bin gets one of the costliest items left; the rest go, costliest first, to the bin furthest below its target
    (longest processing time first; Graham 1969). Targets are a water level, lower where the cap would be reached first.
 3. Repair: what fitted nowhere is put where most room is, and swaps move the overflow on until no bin is over the cap; a bin that
@@ -12,10 +12,10 @@ planner therefore fills steps x ranks bins under a hard cap of tokens and puts b
 4. Refine: bins in order of cost form the micro steps; swaps inside a micro step level what is left.
 
 Guarantees: no bin over the capacity; every rank has the same number of micro steps; an empty bin only where there are fewer items
-than bins; no fewer items than micro steps; the same input gives the same plan (searches end by counts, never by a clock). Gives up:
+than bins; no fewer items than micro steps; the same input gives the same plan (searches end by counts, never by a clock). Limitations:
 optimality. The number of micro steps is the lower bound of Martello and Toth (1990, L2) wherever the repair succeeds, which it did in
 every draw of the benchmark, up to rows that must be 99.9 % full (benchmarks/RESULTS.md). What no plan can avoid: a micro step with one
-item as long as a row, whose ranks can't hold as much work beside it. Shapes: I items.
+item as long as a row, whose ranks can't hold as much work next to it. Shapes: I items.
 """
 
 import heapq

@@ -5,7 +5,7 @@ reaches no attribute, file or import) under a bound on its time, memory and outp
 its message. Tools go in with one order of keys, since clients re-order them on the wire and templates print them as JSON. Tool arguments
 go in as objects, as the serving engines do, and as the text they came as where the template can't take objects. A thought goes in under
 both of its names (`reasoning_content`, `reasoning`), so that templates of either convention show it.
-Gives up: images, sound and files (`ContentError`); after three renderings of one group that ran out of time, the rest of that group.
+Limitations: images, sound and files (`ContentError`); after three renderings of one group that ran out of time, the rest of that group.
 """
 
 import inspect
@@ -62,7 +62,7 @@ class ChatText:
     Args:
         tokenizer: Of the base model.
         switches: Handed to the template by name (`enable_thinking`), as the rollout engines do.
-        stop_ids: Tokens with which the base model ends its turns, beside the special tokens of the tokenizer.
+        stop_ids: Tokens with which the base model ends its turns, next to the special tokens of the tokenizer.
 
     Raises:
         ChatTextError: a switch has the name of an argument of transformers' own.
@@ -89,7 +89,7 @@ class ChatText:
         return ids
 
     def prompt_ids(self, items: Sequence[MessageOrChoice], tools: Sequence[Tool] | None) -> npt.NDArray[np.int32]:
-        """Token ids of a conversation up to where the assistant speaks next; nobody writes into the array.
+        """Token ids of a conversation up to where the assistant speaks next; no one writes into the array.
 
         Raises:
             ChatTextError: no template, or it raised.
@@ -177,7 +177,7 @@ class ChatText:
         return text.partition(_STAND_IN)[2].partition(_ANSWER)[0]
 
     def _asked(self, before: list[dict[str, Any]], tools: Sequence[Tool] | None, text: str) -> str | None:
-        """What the template writes to make the model speak, if the conversation goes on from it."""
+        """What the template writes to make the model speak, if the conversation continues from it."""
         try:
             asked = self._render(before, tools, add_generation_prompt=True)
         except ChatTextError:  # many templates can't render an empty conversation

@@ -1,7 +1,7 @@
 """A step that has been computed: what its files and its result are made of.
 
-Guarantees: `finish` looks at nothing that the next step changes, so that it may run beside it, in another thread; it makes no collective
-call. Gives up: memory, since it holds copies of the weights, and of the optimizer's moments where a snapshot is due.
+Guarantees: `finish` looks at nothing that the next step changes, so that it may run next to it, in another thread; it makes no collective
+call. Limitations: memory, since it holds copies of the weights, and of the optimizer's moments where a snapshot is due.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class Clock:
         return cls(started=now, began=now, phases={})
 
     def lap(self, phase: str) -> None:
-        """A phase ends; one that was lapped before goes on."""
+        """A phase ends; one that was lapped before continues."""
         now = time.perf_counter()
         name = f"seconds_{phase}"
         self.phases[name] = self.phases.get(name, 0.0) + now - self.began

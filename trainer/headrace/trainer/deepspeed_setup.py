@@ -1,7 +1,7 @@
 """DeepSpeed for one rank of a world: float32 with gloo on a CPU, bf16 autocast over float32 weights on a GPU.
 
 Guarantees: starts in a second, without a compiler or MPI, and a world on one machine without a free port; sums over ranks in one order,
-so equal worlds give equal bits. Gives up: DeepSpeed's shared-memory all-reduce for CPU ranks, which it would compile with the C++
+so equal worlds give equal bits. Limitations: DeepSpeed's shared-memory all-reduce for CPU ranks, which it would compile with the C++
 compiler of the machine at the first start (37 s measured, and a failure where there is none); its fused CPU Adam, for the same reason;
 overlap of communication and backward; and bf16 master weights: on a GPU the weights stay float32, so that a snapshot is the whole state.
 """

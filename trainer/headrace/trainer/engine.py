@@ -2,7 +2,7 @@
 
 Guarantees: a step starts from exactly the state that its plan names, resident or loaded, else it fails (exactly-once rule 5); random
 generators are set from (seed, incarnation, step); a step with nothing to train changes nothing and still writes its files. All ranks of
-a world run the same plan; rank 0 reads and writes files. Gives up: several base models at once.
+a world run the same plan; rank 0 reads and writes files. Limitations: several base models at once.
 """
 
 import hashlib
@@ -99,7 +99,7 @@ class TrainingEngine:
         try:
             return self._compute(plan)
         except BaseException:
-            # Half a step leaves weights, moments and gradients that nobody knows: the next plan starts from files.
+            # Half a step leaves weights, moments and gradients that no one knows: the next plan starts from files.
             self._resident.drop()
             raise
 

@@ -11,7 +11,8 @@ the weighted importance sampling estimate (Precup, Sutton and Singh, 2000) of th
 
 Guarantees: no gradient, no random number, no part in any normaliser of training: a step with an evaluation makes the same bits as
 without. Each token's difference is bounded as in the loss; the weights of a group are normalised before they are taken to the power, so
-that nothing overflows. Gives up: confidence intervals; with few trajectories a group, and long ones, the estimate is that of one of them.
+that nothing overflows. Limitations: confidence intervals; with few trajectories a group, and long ones, the estimate is that of one of
+them.
 """
 
 from collections.abc import Sequence

@@ -3,9 +3,9 @@
 A member is missing when its trajectory was rejected, or when its rollout failed (an exception of the group). One function decides, at
 admission and again at the cut, where versions are judged.
 
-Guarantees: a pure function of group and policy. A group with nobody left is refused with the first member's own reason, whatever the
-policy; groups of examples (`sft`) have no baseline that a lost member could move, so nothing else refuses them. A group that lost nobody is
-complete, however small it was sent. Gives up: the details of all members of a refused group: the first one's is quoted, all are named.
+Guarantees: a pure function of group and policy. A group with no one left is refused with the first member's own reason, whatever the
+policy; groups of examples (`sft`) have no baseline that a lost member could move, so nothing else refuses them. A group that lost no one is
+complete, however small it was sent. Limitations: the details of all members of a refused group: the first one's is quoted, all are named.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 Guarantees: numpy and the standard library only (no torch), so the type crosses a process boundary by pickle protocol 5 and a process
 that only tokenizes stays small; a group is pickled as four flat arrays, however many sequences it has; arrays of a sequence have one
 length; a group knows which of its members were refused, and why.
-Gives up: immutability of the arrays' content, which nobody writes.
+Limitations: immutability of the arrays' content, which no one writes.
 Shapes: T tokens of one sequence.
 """
 
@@ -115,7 +115,7 @@ class TokenizedTrajectory:
     reward: float
     """float64, compared inside its group only."""
     sequences: tuple[TokenSequence, ...]
-    """At least one; a history that is no token-for-token extension of the turn before goes on in a new sequence."""
+    """At least one; a history that is no token-for-token extension of the turn before continues in a new sequence."""
     initial_policy_version: int | None = None
     final_policy_version: int | None = None
     truncated: int = 0

@@ -2,7 +2,7 @@
 
 Guarantees: messages come out in their order; a plan that is handed over ahead is kept until the next one is, and made ready meanwhile;
 what fails there fails again, and is reported, when the plan is run. One that is ready, and was handed over for the step that runs, may be
-gone on to without a word, if no other message waits. Gives up: more than one plan ahead.
+continued to without a word, if no other message waits. Limitations: more than one plan ahead.
 """
 
 import logging
@@ -37,7 +37,7 @@ class Inbox:
         self._ready = ready
         self._ahead: StepPlan | None = None
         self._may_follow = False
-        """Whether `_ahead` is ready, and for the step that runs to go on to."""
+        """Whether `_ahead` is ready, and for the step that runs to continue to."""
         self._lock = threading.Lock()
         self._messages: SimpleQueue[Work | None] = SimpleQueue()
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
@@ -54,7 +54,7 @@ class Inbox:
         return message
 
     def following(self, state: StateKey, scalars: TrainingScalars) -> StepPlan | None:
-        """The plan to go on to from a state that was just made, with what the step before said of it; it is nobody else's then."""
+        """The plan to continue to from a state that was just made, with what the step before said of it; it is no one else's then."""
         with self._lock:
             plan = self._ahead
             if plan is None or not self._may_follow or plan.state != state or not self._messages.empty():

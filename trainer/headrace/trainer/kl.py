@@ -6,7 +6,7 @@ each packed row, which makes the gradient depend on what shares a row). The mean
 it may be negative.
 
 Guarantees: finite for any log-probability: |k| is at most 20, as the loss's log ratio, and 0 where either side is missing (NaN).
-Detached: the change carries no gradient. Gives up: weights; a trajectory with more tokens pulls the mean more. Shapes: N trainable
+Detached: the change carries no gradient. Limitations: weights; a trajectory with more tokens pulls the mean more. Shapes: N trainable
 tokens.
 """
 

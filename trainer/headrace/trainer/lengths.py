@@ -2,7 +2,7 @@
 
 Asked at admission with the limits of model and base, and at the cut with the row length of the job, which is known only then.
 Guarantees: no sequence above the limit comes through; a cut sequence without a trainable token is left out, and a trajectory with none left
-is refused. Gives up: what was sampled beyond the limit.
+is refused. Limitations: what was sampled beyond the limit.
 """
 
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ The metadata has `layout` (`headrace.logprobs.v1`), `model_id`, `incarnation`, `
 weights are those of the state before), and `groups`, a JSON list of ids.
 
 Guarantees: a sequence is found by its content, the token ids and which of them were sampled: a log-probability depends on nothing else, so
-the groups may have other ids in the job that reads them. Gives up: sequences that were cut to another length; they are others.
+the groups may have other ids in the job that reads them. Limitations: sequences that were cut to another length; they are others.
 """
 
 import hashlib

@@ -11,12 +11,12 @@ with a gradient as any other token's.
 Guarantees: loss and gradient are finite for any stored log-probability, in float16, bfloat16, float32 and float64: a log ratio is
 clamped at 20 (at 10 where the learner's log-probabilities are float16, which ends at 65,504), after the mean over the branch, and
 beyond the clamp the gradient through it is 0. Everything is computed in float32 or, where any input is, in float64. Branches are
-compared as integers, whatever the ids. Each token's weight holds all normalisers, so nobody divides later, and the sum over micro
+compared as integers, whatever the ids. Each token's weight holds all normalisers, so no one divides later, and the sum over micro
 batches and ranks is the update's loss. Differences from the peer, on purpose: `negative_cap` caps negative advantages only; a missing value
 has no part in a branch's mean (there NaN counts as 0, and -9999 as a number); truncation needs recomputed log-probabilities, else it would
 apply the same ratio twice; the peer's gradient is NaN where PPO meets a stored -9999. As there, a token's own ratio to a stored -9999 is
 the largest; admission makes NaN of it (`groups.known_logprobs`), so no step meets it. As there, `mask_prob_ratio` acts before the clip, so
-under CISPO a masked ratio becomes 1 - epsilon. Gives up: a finite loss where the learner's own log-probability is infinite or NaN, which
+under CISPO a masked ratio becomes 1 - epsilon. Limitations: a finite loss where the learner's own log-probability is infinite or NaN, which
 the engine refuses. Shapes: N trainable tokens of a micro batch, B branches.
 """
 

@@ -258,7 +258,7 @@ def _narrow(windows: list[Any]) -> Iterator[None]:
             holder.sliding_window = window
 
 
-def _windows_are_right(  # noqa: PLR0917 - as those beside it
+def _windows_are_right(  # noqa: PLR0917 - as those next to it
     model: Any,  # noqa: ANN401 - untyped
     sequences: list[Any],
     alone: list[torch.Tensor],

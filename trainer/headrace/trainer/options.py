@@ -8,7 +8,7 @@ reference service; `epsilon_high` said as null means "same as epsilon", absent i
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.schemas.merging import merged_config as merged_config  # noqa: PLC0414 - whoever resolves a config merged it before
+from headrace.schemas.merging import merged_config as merged_config  # noqa: PLC0414 - the process that resolves a config merged it before
 from headrace.schemas.merging import without_effect
 from headrace.schemas.training import LossAggregation, TrainConfig
 
@@ -87,7 +87,7 @@ class StepOptions:
     tokens_per_update: int | None
     """`max_tokens_per_update`: instead of a number of rows."""
     trajectories_per_update: int | None
-    """`max_trajectories_per_update`: instead of a number of rows, perhaps beside one of tokens."""
+    """`max_trajectories_per_update`: instead of a number of rows, perhaps next to one of tokens."""
     logprob_chunk: int
     """Positions that go through the vocabulary projection at once."""
     allow_training_without_logprobs: bool

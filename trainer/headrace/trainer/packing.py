@@ -1,11 +1,11 @@
 """Packing of an update's sequences into rows: shared prefixes once, under a hard cap, spread over the ranks.
 
 The sequences of one tree (a group) share their prefixes. A tree that is too large for a row, or so large that ranks would stand idle
-beside it, is cut between neighbouring leaves into trees of their own, which repeat what they shared; how far to cut is tried out,
+next to it, is cut between neighbouring leaves into trees of their own, which repeat what they shared; how far to cut is tried out,
 and the plan whose slowest ranks need the least time is taken. The pieces are planned into rows by `headrace.trainer.bins`.
 
 Guarantees: no row over the capacity; every sequence whole in exactly one row; every trainable token exactly one target; equal input
-gives equal rows. Gives up: sharing between trees, and between the pieces of a tree that was cut. A token costs 1 + position / 8192, its
+gives equal rows. Limitations: sharing between trees, and between the pieces of a tree that was cut. A token costs 1 + position / 8192, its
 share of the weights' work and of attention: a sequence of L tokens costs L + L² / 16384. Shapes: those of `headrace.trainer.rows`.
 """
 

@@ -1,7 +1,7 @@
 """Packed rows with what became of their targets, and whose they are.
 
 Guarantees: pure functions over what rank 0 gathered; rows come update by update, micro step by micro step, rank by rank; the targets of
-each sequence stand together, in the order of its sampled tokens. Gives up: padding rows of ranks that had none left.
+each sequence stand together, in the order of its sampled tokens. Limitations: padding rows of ranks that had none left.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # it imports torch, which only a rank does
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRow:
-    """A row, where it stood, and what its targets came to."""
+    """A row, where it was, and what its targets came to."""
 
     update: int
     micro_step: int

@@ -1,7 +1,7 @@
 """The messages between the process that owns Kafka and the rank: a plan handed over, a result handed back.
 
 Guarantees: plain frozen data, no torch, no Kafka; a plan says from which state it starts, so a rank can't train on top of a state that
-was never committed (exactly-once rule 5). Gives up: sharing memory; a plan is pickled (protocol 5) through a pipe.
+was never committed (exactly-once rule 5). Limitations: sharing memory; a plan is pickled (protocol 5) through a pipe.
 """
 
 from dataclasses import dataclass, field
@@ -101,7 +101,7 @@ class Ahead:
 
     plan: StepPlan
     goes_on: bool
-    """Whether the rank may go on to it by itself, if the plan that it runs, or one that it gets before it gets this, makes its state."""
+    """Whether the rank may continue to it by itself, if the plan that it runs, or one that it gets before it gets this, makes its state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ class StepResult:
     """That the rank was busy with it, and with nothing else."""
     fingerprint: Fingerprint
     goes_on: str | None = None
-    """The folder of the plan that the rank has gone on to by itself: that plan's result, or failure, comes next."""
+    """The folder of the plan that the rank has continued to by itself: that plan's result, or failure, comes next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ class SignOfLife:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """From a rank: the plan raised. Of one that it went on to by itself from there nothing is said."""
+    """From a rank: the plan raised. Of one that it continued to by itself from there nothing is said."""
 
     text: str
     """The traceback; of a base model what is wrong with it."""

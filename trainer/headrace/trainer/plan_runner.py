@@ -1,7 +1,8 @@
-"""Plans at one rank: each is run, and the one that was handed over to follow it is gone on to without a word from the worker.
+"""Plans at one rank: each is run, and the one that was handed over to follow it is continued to without a word from the worker.
 
 Guarantees: results come out in the order of the steps, each when its files are there; where one can't be finished, nothing is said of the
-step that went on from it, and its state is dropped. All ranks of a world go on, or none. Gives up: finishing more than one step at a time.
+step that continued from it, and its state is dropped. All ranks of a world continue, or none. Limitations: finishing more than one step
+at a time.
 """
 
 import shutil
@@ -76,17 +77,17 @@ class PlanRunner:
                 plan, failure = self._step(running)
             except Exception as error:  # noqa: BLE001 - as in `run`
                 found = _failure(error)
-                self._engine.drop()  # its state is nobody's
+                self._engine.drop()  # its state is no one's
                 failure = self._without(running) or self._fail(found)
             if failure is not None:
                 return failure
         return None
 
     def _step(self, plan: StepPlan) -> tuple[StepPlan | None, Failure | None]:
-        """Run one; what it is gone on from to, and what failed. Nothing of it is held here when the next one runs."""
+        """Run one; what it is continued from to, and what failed. Nothing of it is held here when the next one runs."""
         computed = self._engine.compute(plan)
         if (failure := self._without(plan)) is not None:
-            self._engine.drop()  # what was gone on from is no state
+            self._engine.drop()  # what was continued from is no state
             return None, failure
         following = self._broadcast(self._following(computed.key, computed.scalars) if self._seat.rank == 0 else None)
         if self._seat.rank != 0:
@@ -114,7 +115,7 @@ class PlanRunner:
         return failure
 
     def _without(self, plan: StepPlan) -> Failure | None:
-        """Wait until the step before is finished; its failure, without which nobody hears of the plan: its files go, too."""
+        """Wait until the step before is finished; its failure, without which no one hears of the plan: its files go, too."""
         finishing, self._finishing = self._finishing, None
         failure = None if finishing is None else finishing.result()
         if failure is not None:

@@ -2,7 +2,7 @@
 
 One file a tensor, a line of pixels a row: tokens, positions, segments, and of the targets (drawn at the column that predicts them) the
 behaviour policy's log-probabilities, advantages and weights. Guarantees: drawing changes nothing of the step; at most `ROWS` rows are
-drawn, the first ones, and the title says of how many. Gives up: targets that share a column; the last one is drawn.
+drawn, the first ones, and the title says of how many. Limitations: targets that share a column; the last one is drawn.
 """
 
 from collections.abc import Sequence

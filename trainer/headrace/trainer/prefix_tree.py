@@ -5,7 +5,7 @@ by one comparison of their arrays; a stack over those lengths (as one builds a s
 gives the segments. No Python runs per token: the work is one sort, one comparison and one copy, all in numpy or memcmp.
 
 Guarantees: a segment ends where sequences diverge, and nowhere else (a sequence that ends inside another's segment costs none); a
-segment that branches has at least `min_shared` tokens; equal input gives equal arrays in every process. Gives up: the order in which
+segment that branches has at least `min_shared` tokens; equal input gives equal arrays in every process. Limitations: the order in which
 the sequences came (the order of their bytes stands instead). Shapes: S sequences, T tokens of the tree, G segments.
 """
 

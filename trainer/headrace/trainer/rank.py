@@ -3,7 +3,7 @@
 Guarantees: a step that raises fails that step (`StepFailedError`, with the traceback, or `RankOutageError`, where a disk or another thing
 failed that the step is not to blame for); a rank that ends or gives no sign of life fails it
 too (`RankDiedError`, which names the rank), and all ranks of the world end with it; ranks end with their parent, however that ends;
-they never see the SIGINT of a terminal's process group, which is the parent's to judge. Gives up: thread safety (one call at a time,
+they never see the SIGINT of a terminal's process group, which is the parent's to judge. Limitations: thread safety (one call at a time,
 `hand_over` and `hold_back` excepted), and starting from a short-lived thread: on Linux a rank ends with the thread that started it.
 """
 
@@ -109,7 +109,7 @@ class RankWorld:
 
     @property
     def going(self) -> str | None:
-        """The folder of the plan that the ranks have gone on to by themselves: `run` of it, or `settle`, comes before all else."""
+        """The folder of the plan that the ranks have continued to by themselves: `run` of it, or `settle`, comes before all else."""
         return None if self._broken else self._going
 
     @property
@@ -144,13 +144,14 @@ class RankWorld:
                 pipe.send(("drop", None))
 
     def hand_over(self, plan: StepPlan, *, goes_on: bool) -> None:
-        """Give rank 0 the plan that comes next, to be made ready while it runs another: the only call that may be made beside another.
+        """Give rank 0 the plan that comes next, to be made ready while it runs another: the only call that may be made next to another.
 
-        Blocks until it is read. What was handed over before and not run is forgotten; whoever dies meanwhile says so to who waits for it.
+        Blocks until it is read. What was handed over before and not run is forgotten; the process that dies meanwhile says so to who
+        waits for it.
 
         Args:
             plan: The plan.
-            goes_on: Whether the ranks may go on to it by themselves when they have made its state; the result then says so.
+            goes_on: Whether the ranks may continue to it by themselves when they have made its state; the result then says so.
         """
         with self._sending, contextlib.suppress(OSError):
             self._ahead = None
@@ -158,7 +159,7 @@ class RankWorld:
             self._ahead = plan.out_dir
 
     def hold_back(self) -> None:
-        """Ask the ranks not to go on by themselves to what was handed over; they may have done so. May be called beside another, too."""
+        """Ask the ranks not to continue by themselves; they may have done so. It may run next to another call."""
         with self._sending, contextlib.suppress(OSError):
             self._pipes[0].send(("wait", None))
 
@@ -179,7 +180,7 @@ class RankWorld:
         self._ask(plan)
 
     def settle(self) -> StepResult:
-        """The result of what the ranks have gone on to by themselves; blocks and raises as `run`."""
+        """The result of what the ranks have continued to by themselves; blocks and raises as `run`."""
         result = self._answered(None)
         assert isinstance(result, StepResult)  # noqa: S101 - as in `run`
         return result
@@ -187,15 +188,15 @@ class RankWorld:
     def _ask(self, plan: StepPlan | SavePlan) -> StepResult | Saved:
         if self._going is not None:
             if not isinstance(plan, StepPlan) or plan.out_dir != self._going:
-                raise AssertionError("the ranks have gone on to another step, which was not settled")
+                raise AssertionError("the ranks have continued to another step, which was not settled")
             return self.settle()
         # From a thread of its own: a rank that is stopped, or that still waits for another to start, reads no plan, and a large one does
         # not fit into the pipe.
-        # Not waited for here: a rank that is stopped while it is handed a plan would hold this up where nobody looks for signs of life.
+        # Not waited for here: a rank that is stopped while it is handed a plan would hold this up where no one looks for signs of life.
         ours = self._sending.acquire(blocking=False)
         sending = threading.Thread(target=self._send, args=(plan, ours), name="headrace-plan", daemon=True)
         if ours and self._is_there(plan) and self._have_room():
-            sending.run()  # some bytes, for which there is room: to start a thread took 3 ms, beside others that compute
+            sending.run()  # some bytes, for which there is room: to start a thread took 3 ms, next to others that compute
         else:
             sending.start()
         return self._answered(sending)

@@ -3,8 +3,8 @@
 Rank 0 gets plans through a pipe and hands them to the others by a broadcast; the others know neither Kafka nor the worker. Between plans
 they wait at their own pipe, or, where a launcher (torchrun, deepspeed) started them on another node, at the world's store: never inside a
 collective, which would time out in a quiet hour. Guarantees: while a plan runs every rank with a pipe gives a sign of life; an exception
-is reported with its traceback, and ends the rank where the world has others, since nobody knows how far they are. Gives up: signs of life
-across nodes; there the time limit of collectives has to do.
+is reported with its traceback, and ends the rank where the world has others, since no one knows how far they are. Limitations: signs of
+life across nodes; there the time limit of collectives has to do.
 """
 
 import atexit
@@ -77,7 +77,7 @@ def main(pipe: Connection, world: WorldSettings, seat: Seat, parent: int) -> Non
 
 
 def serve(world: WorldSettings, seat: Seat) -> None:
-    """A rank that a launcher started beside another node's worker: runs what rank 0 broadcasts, until the world ends.
+    """A rank that a launcher started next to another node's worker: runs what rank 0 broadcasts, until the world ends.
 
     Raises:
         RankFailedError: a plan failed; the launcher ends or restarts all ranks.

@@ -2,8 +2,8 @@
 
 Guarantees: inside `as_reference` the model computes the reference's log-probabilities, afterwards it is the learner again, bit for bit.
 For LoRA the base model is the model with its adapter off, and another step or adapter is a swap of the adapter's few tensors: there is
-never a second model. For full training the weights are swapped with those of the reference, one copy of which is held meanwhile. Gives up:
-reference adapters of another rank, scale or other target modules than the model's; they are refused.
+never a second model. For full training the weights are swapped with those of the reference, one copy of which is held meanwhile.
+Limitations: reference adapters of another rank, scale or other target modules than the model's; they are refused.
 """
 
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 Guarantees: `at` gives the model in exactly the state that a plan names, as it lies there or loaded from the plan's snapshot, else it raises
 (exactly-once rule 5: what a failed commit left on the device is no state); a model that leaves frees its memory before the next one comes.
-Gives up: several models side by side.
+Limitations: several models side by side.
 """
 
 import logging

@@ -5,7 +5,7 @@ is multiplied by (m x_last + c) / c, the line's value now over its value at step
 
 Guarantees: the state is six sums (`RewardTrend`), so it is part of the model's state and does not grow; the line is solved in exact
 rational arithmetic on these sums, so no cancellation decides; the multiplier is finite, never negative, and 1 where there is no line
-to speak of: fewer than two points, one step only, or a value at step 0 that is not above rounding errors. Gives up: an upper bound (a
+to speak of: fewer than two points, one step only, or a value at step 0 that is not above rounding errors. Limitations: an upper bound (a
 line that starts near 0 multiplies by much; `learning_rate` bounds the rate itself); digits, where a trend begins at a step in the
 millions, since the sums are float64 (a model's begins at its first step).
 """

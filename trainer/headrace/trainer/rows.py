@@ -1,9 +1,9 @@
 """Packed rows: what one forward and backward pass of one rank sees.
 
 A row holds a forest of segments. A segment is a stretch of tokens that some sequences share; the tokens of a sequence are the segments on
-the way from a root to where the sequence ends. Segments stand parents first, and positions go on from the parent's last one, so a token
+the way from a root to where the sequence ends. Segments stand parents first, and positions continue from the parent's last one, so a token
 sees the tokens of its own segment up to itself and all tokens of its segment's ancestors, and nothing else. What trains is a list
-beside the tokens: one target for each sampled token of each sequence, with the column that predicts it, so a token that two
+next to the tokens: one target for each sampled token of each sequence, with the column that predicts it, so a token that two
 sequences share can predict two different ones.
 
 Guarantees: plain frozen numpy data, no torch. Shapes: T tokens of a row, G segments, N targets. There is no padding.

@@ -4,7 +4,7 @@ One safetensors file of flat arrays. `x_R` means one entry for each kept row; wh
 row r has the sequences `row_sequences[r]` to `row_sequences[r + 1]`, and sequence s the tokens `sequence_tokens[s]` to
 `sequence_tokens[s + 1]`.
 
-    rows R       row_numbers, row_updates, row_micro_steps, row_ranks   int32[R]      where in the step each stood
+    rows R       row_numbers, row_updates, row_micro_steps, row_ranks   int32[R]      where in the step each was
                  row_columns, row_segments, row_sequences               int64[R + 1]  cumulative lengths
     columns C    column_token_ids, column_position_ids                  int32[C]      what went through the model, shared stretches once
     segments G   segment_starts, segment_parents                        int32[G]      first column and parent, both counted in the row
@@ -24,7 +24,7 @@ metadata has `layout` (`headrace.rows.v1`), `model_id`, `incarnation`, `step`, `
 JSON list of ids.
 
 Guarantees: `sample` takes the same rows whenever a step is run again; numbers are copied from those of the training, which is not
-touched. Gives up: padding rows of ranks that had none left, and sequences without a trainable token.
+touched. Limitations: padding rows of ranks that had none left, and sequences without a trainable token.
 """
 
 from collections.abc import Iterable, Sequence

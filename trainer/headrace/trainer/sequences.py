@@ -1,10 +1,10 @@
 """Turns to sequences: what the sampler drew, behind the prompt that it saw.
 
 A turn is a prompt (token ids) and the tokens that were sampled after it. While a turn's prompt begins with all tokens of the
-sequence so far, token for token, the turn goes on in that sequence; otherwise a new sequence begins with its whole prompt.
+sequence so far, token for token, the turn continues in that sequence; otherwise a new sequence begins with its whole prompt.
 Guarantees: every sampled token is trained exactly once, behind the very prompt it is said to have had; nothing is shifted or
 padded to make it fit. An end-of-turn token that was sampled is not doubled, and one that the template adds after a cut-off turn
-is context, because both are in the next prompt. Gives up: sharing across a prompt that was tokenized differently than it was
+is context, because both are in the next prompt. Limitations: sharing across a prompt that was tokenized differently than it was
 sampled.
 """
 

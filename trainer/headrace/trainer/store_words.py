@@ -1,7 +1,7 @@
 """What rank 0 says at the world's store to ranks without a pipe: those that a launcher (torchrun, deepspeed) started on another node.
 
 Guarantees: words are heard in their order, each once by everybody; who waits for one is in no collective, which would time out in a quiet
-hour. Gives up: deleting them.
+hour. Limitations: deleting them.
 """
 
 import time

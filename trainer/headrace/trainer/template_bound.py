@@ -2,8 +2,8 @@
 
 Guarantees: Python code inside the block that used up its processor time raises `TemplateBoundError`; on Linux an allocation above the
 bound raises `MemoryError`. Processor time, not wall time, so that a busy machine refuses nothing that an idle one takes.
-Gives up: one operation in C that goes on for ever (`10**10**10`); the process that admits records has a bound of its own, which ends it.
-No bound outside of the main thread, where Python allows no signal handler.
+Limitations: one operation in C that continues for ever (`10**10**10`); the process that admits records has a bound of its own, which ends
+it. No bound outside of the main thread, where Python allows no signal handler.
 """
 
 import resource

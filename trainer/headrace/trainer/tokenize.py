@@ -4,8 +4,8 @@
 with a reason of its own, and the model's policy (`group_policy.py`) says what becomes of the rest.
 
 Guarantees: every member of a group is tokenized, or rejected with a reason from the closed list; one of them never takes the others with it
-but by policy. Needs no torch, and no chat template while every choice brings its prompt's ids. Gives up: the options of the job that names
-a group, which is read later; what matters here (`purpose`, `allow_training_without_logprobs`) the group says itself.
+but by policy. Needs no torch, and no chat template while every choice brings its prompt's ids. Limitations: the options of the job that
+names a group, which is read later; what matters here (`purpose`, `allow_training_without_logprobs`) the group says itself.
 """
 
 import json

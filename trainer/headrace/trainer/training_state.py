@@ -1,8 +1,8 @@
-"""Training state on disk: what trains and Adam's moments, in safetensors, with the identity of the state beside them.
+"""Training state on disk: what trains and Adam's moments, in safetensors, with the identity of the state next to them.
 
 Guarantees: `load_state` restores exactly what `save_state` wrote, bit for bit, whatever number of ranks or ZeRO stage wrote it; a file
 that does not fit the model is refused with the name that does not fit, and weights that are not finite are never written: no version
-could follow them. Rank 0 reads and writes; the others need no files. Gives up: writing from several ranks at once.
+could follow them. Rank 0 reads and writes; the others need no files. Limitations: writing from several ranks at once.
 """
 
 from collections.abc import Iterable, Mapping

@@ -6,7 +6,7 @@ mask then throws away cost less than another call would. On a GPU the same visib
 transformers' attention interface, under the name `ATTENTION`, with the layout as a keyword of the model's forward.
 
 Guarantees: equal to one dense mask over the row (`dense_mask`, the reference of the tests), sliding windows included; positions decide
-nothing, the tree does. Gives up: attention with soft caps, sinks or position biases (`NotImplementedError`: such a model trains with one
+nothing, the tree does. Limitations: attention with soft caps, sinks or position biases (`NotImplementedError`: such a model trains with one
 sequence a row). Shapes: T tokens of a row, G segments, H query heads, D head width, q queries and k keys of one call.
 """
 

@@ -29,7 +29,7 @@ PerRow = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
-    """What one update does besides its rows."""
+    """What one update does in addition its rows."""
 
     rate: float
     weight_decay: float

@@ -3,7 +3,7 @@
 While `scoring` is in force, the model's output layer turns hidden states not into logits but into two numbers for each target: its
 log-probability and the entropy of the distribution it was drawn from. Chunks of targets go through one by one; in the backward pass a
 chunk's logits are computed again. Guarantees: full-softmax log-probabilities at temperature 1, in float32 or more; memory for C x V
-logits. Gives up: models that change logits behind their output layer (soft caps, scales): `headrace.trainer.model` finds them out and
+logits. Limitations: models that change logits behind their output layer (soft caps, scales): `headrace.trainer.model` finds them out and
 lets `logits_at` serve them whole. Shapes: T tokens of a row, N targets, C targets of a chunk, V vocabulary, W hidden width.
 """
 

@@ -1,7 +1,7 @@
 """Stored weights as tensors of the resident model: a peft adapter for LoRA, a whole model for full training.
 
 Guarantees: they fit, by name and shape, and an adapter was trained with the model's own rank and scale, which its tensors alone do not
-tell; else the error names what differs. Gives up: adapters of another rank, scale or other target modules.
+tell; else the error names what differs. Limitations: adapters of another rank, scale or other target modules.
 """
 
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 Guarantees: `full` is itself a base-model folder (config, tokenizer, model.safetensors with tied weights once); `lora` is what
 `PeftModel.from_pretrained` and vLLM read. The small files are made once a model, so that a step writes tensors only. Under ZeRO 3
-tensors are gathered one at a time; rank 0 writes, beside the next step where it has a copy.
+tensors are gathered one at a time; rank 0 writes, next to the next step where it has a copy.
 """
 
 import tempfile

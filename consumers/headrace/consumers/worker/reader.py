@@ -1,7 +1,7 @@
 """What a lane reads: its partition of `trajectory-groups` and of `commands`, through a consumer of its own.
 
 Guarantees: `read_committed`, records as bytes, in offset order, from the positions it was given, with an `UnreadableRecord` in the place of
-one that the client can't hand over; where retention has deleted what was to be read, it says so instead of jumping. Gives up: group
+one that the client can't hand over; where retention has deleted what was to be read, it says so instead of jumping. Limitations: group
 membership; it uses `assign`.
 """
 
@@ -52,7 +52,7 @@ class LaneReader:
     async def start(self, groups_from: int, commands_from: int) -> int:
         """Stand at the given offsets; returns the offset of the first group that will be read.
 
-        It is above `groups_from` where retention deleted records that nobody has read: the caller says whose loss that is.
+        It is above `groups_from` where retention deleted records that no one has read: the caller says whose loss that is.
         """
         await self._consumer.start()
         self._consumer.assign([self.groups, self.commands])
@@ -93,7 +93,7 @@ class LaneReader:
             raise OffsetLostError(f"{error.args[0]}: deleted by retention while the lane was behind") from error
 
     def hold_groups(self, *, hold: bool) -> None:
-        """Stop or go on fetching groups; commands are always read."""
+        """Stop or continue fetching groups; commands are always read."""
         if hold:
             self._consumer.pause(self.groups)
         else:

@@ -2,7 +2,7 @@
 
 Guarantees: whatever the bytes are, the answer is `Admitted`, `Refused` (it could be read) or `Unreadable` (it could not); only an
 outage (`core.outages`), which says nothing of the record, raises. A group whose base model can't be used is answered with what is wrong
-there. A record that uses up its processor time ends the process, and is refused by the pool. Gives up: what needs the lane's order:
+there. A record that uses up its processor time ends the process, and is refused by the pool. Limitations: what needs the lane's order:
 duplicates, jobs and policy versions are judged by the lane.
 """
 
@@ -179,7 +179,7 @@ def _job(request: AdmissionRequest) -> TrainingJob:
     size = len(record.model_copy(update={"group_ids": ()}).model_dump_json())
     if size > _JOB_CHARACTERS:
         raise CodecError(
-            DeadLetterReason.TOO_LARGE, "", f"the job has {size} characters beside its group ids: at most {_JOB_CHARACTERS} are read"
+            DeadLetterReason.TOO_LARGE, "", f"the job has {size} characters next to its group ids: at most {_JOB_CHARACTERS} are read"
         )
     return record
 

@@ -21,7 +21,7 @@ class AdmissionRequest:
     """A record of `trajectory-groups`, and how its model wants it tokenized."""
 
     value: bytes | memoryview | None
-    """A view: of memory that is filled anew once the request is answered."""
+    """A view: of memory that is filled again once the request is answered."""
     headers: dict[str, str]
     fallback_id: str
     """`<partition>-<offset>`: the group's id where its producer gave none."""
@@ -72,7 +72,7 @@ class NotTokenized:
     group_id: str
     job_id: str | None
     waits_for: str | None = None
-    """What is wrong with the base model; None: nobody asked for tokens."""
+    """What is wrong with the base model; None: no one asked for tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

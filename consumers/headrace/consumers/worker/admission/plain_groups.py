@@ -5,8 +5,8 @@ ids. Of such a group only a few fields matter here (`plain_json.py`), so no mode
 
 Guarantees: the same group that the long way (`admitting.py`) makes of the same record, or None, and then the long way says what it is:
 this way refuses nothing and reports nothing. What it reads is bounded (`MAX_BYTES`, `MAX_JSON_BYTES`), so that no record can hold the loop
-for more than a few milliseconds, and nothing in it is run. Gives up: everything that is not plain: claims, JSON, missing log-probabilities,
-examples, members that don't fit, content that is not a string.
+for more than a few milliseconds, and nothing in it is run. Limitations: everything that is not plain: claims, JSON, missing
+log-probabilities, examples, members that don't fit, content that is not a string.
 """
 
 import struct

@@ -1,11 +1,11 @@
 """A plain group in the safetensors form, read into just the fields that admission looks at, and checked while it is read.
 
 msgspec's typed decoder does both in one pass: what it takes, pydantic takes too, and what it does not take is left to the long way. It is
-stricter where the two differ: no text for a number, no unknown keys (but those that the usual clients write and nobody reads).
+stricter where the two differ: no text for a number, no unknown keys (but those that the usual clients write and no one reads).
 
 Guarantees: a group that is read here is one that `TrajectoryGroup` accepts, with the same values. What has any keys and values (metadata,
 tool calls, tools, exceptions) is cut out as it stands and judged by those that the long way asks, unless it is empty or what was judged
-just before. Gives up: errors that say anything; see `plain_groups.py`.
+just before. Limitations: errors that say anything; see `plain_groups.py`.
 """
 
 import struct
@@ -148,7 +148,7 @@ class Plain:
 
 
 def read_plain(body: bytes | memoryview) -> Plain:
-    """Read a group; the arrays are views, and nobody has looked at their values.
+    """Read a group; the arrays are views, and no one has looked at their values.
 
     Whatever it raises, the long way has to look at it.
     """

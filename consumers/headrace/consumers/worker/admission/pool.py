@@ -2,7 +2,7 @@
 
 Plain groups, which need no tokenizer, are read here (`plain_groups.py`): to hand them over and back costs more than to read them.
 Guarantees: one answer for each request, in order; bytes that crash the process, or need more time or memory than a bound, cost that
-process at most and are refused alone, the records around them are admitted; the loop gets its turn every few milliseconds. Gives up:
+process at most and are refused alone, the records around them are admitted; the loop gets its turn every few milliseconds. Limitations:
 parallelism beyond one process; admission keeps the log's order.
 """
 

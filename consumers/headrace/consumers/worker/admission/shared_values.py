@@ -4,7 +4,7 @@ A group in JSON is 1.5 MB, and to send that through a pipe takes longer than to 
 64 KB, with a turn of both processes for each, and unpacked. Its arrays are another 150 KB.
 
 Guarantees: what is handed over is what the records hold, in order, and what comes back is what was answered; what is small, or larger than
-the memory, goes through the pipe. Gives up: more than one batch at a time; who fills the memory knows that nobody reads it.
+the memory, goes through the pipe. Limitations: more than one batch at a time; who fills the memory knows that no one reads it.
 """
 
 import ctypes
@@ -57,7 +57,7 @@ class HandedBack:
 
 
 def hand_back(answers: list[AdmissionResult], shared: Shared | None) -> HandedBack:
-    """Answer a batch. Its requests are answered: nobody reads their values any more."""
+    """Answer a batch. Its requests are answered: no one reads their values any more."""
     buffers: list[memoryview] = []
     pickled = pickle.dumps(answers, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
     if shared is None or sum(map(len, buffers)) > len(shared):

@@ -11,7 +11,7 @@ Folders of steps in the object store: how they are called, which there are, and 
 
 `models/<model id>/<incarnation>/<weights|snapshots|plots|reports|logprobs>/<step>-<attempt>/…`, the step in eight digits. Guarantees: a
 folder's name says all of its identity; one that is deleted loses its manifest first, so that what is left of an interrupted deletion is no
-folder to anybody but this module. Gives up: what has other names; it is not listed and never deleted. All calls block.
+folder to anybody but this module. Limitations: what has other names; it is not listed and never deleted. All calls block.
 """
 
 import asyncio
@@ -147,7 +147,7 @@ async def store_step(store: ObjectStore, out_dir: Path, result: StepResult, dupl
         out_dir: The plan's `out_dir`, with `weights/` and perhaps `snapshot/`, `plots/`, `rows/` and `logprobs/`.
         result: What the rank answered.
         duplicates: The duplicate window at the cut: part of the snapshot, where there is one.
-        report: Of the step; the kept rows lie beside it.
+        report: Of the step; the kept rows lie next to it.
 
     Raises:
         StoreUnavailableError: the store can't be used, or did not keep what it was given.
@@ -259,7 +259,7 @@ def _deleted_if_damaged(store: ObjectStore, prefix: str) -> Iterator[None]:
 
 
 def _lay_out(out_dir: Path, duplicates: bytes, report: StepReport) -> list[FolderKind]:
-    """Put beside the rank's files what the rank does not know; returns the folders to store."""
+    """Put next to the rank's files what the rank does not know; returns the folders to store."""
     if (out_dir / "snapshot").is_dir():
         (out_dir / "snapshot" / DUPLICATES_FILE).write_bytes(duplicates)
     folder = out_dir / "report"

@@ -2,7 +2,7 @@
 
 Guarantees: a pure function of the step; group ids, offsets, producers, rewards, tokens, versions and advantages of everything that the step
 trained on. An advantage is the trajectory's own, before a KL penalty moves it token by token; `rows.safetensors` has those that were used.
-Gives up: refusals that the worker did not see (another owner's, before it); all of them are in `training-events`.
+Limitations: refusals that the worker did not see (another owner's, before it); all of them are in `training-events`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,7 +8,7 @@ Which snapshots stay: the one that a model's committed state names, and some bef
 
 Guarantees: called after a commit, it deletes only what is older than the snapshot that this commit named, so neither recovery nor a later
 owner can need it, however long the caller was frozen in between (exactly-once rule 14); what counts is what is stored, so that a restart
-forgets nothing. Weights are never deleted here, engines may ask for any version. Gives up: what attempts that never committed left
+forgets nothing. Weights are never deleted here, engines may ask for any version. Limitations: what attempts that never committed left
 above the committed step, which is `orphans`' to find.
 """
 
@@ -31,7 +31,7 @@ from headrace.schemas.weights import Manifest, WeightsRef
 
 LISTED = 100
 """Unknown versions that a state lists, at most: the latest."""
-RESUME = "`headrace models resume` goes on from what could be run again, as a new version"
+RESUME = "`headrace models resume` continues from what could be run again, as a new version"
 
 
 async def window_of(settings: Settings, store: ObjectStore, state: ModelState) -> tuple[DuplicateWindow, str | None]:
