@@ -9,19 +9,19 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 
-@pytest.mark.parametrize("part", ["trainer", "consumers"])
-def test_every_file_of_a_part_is_named_and_no_other(part: str):
+@pytest.mark.parametrize("part", ["trainer", "consumers", "gateway"])
+def test_every_file_of_a_part_is_named(part: str) -> None:
     folder = ROOT / part / "headrace" / part
-    heading = {"trainer": "The trainer, file by file", "consumers": "The worker, file by file"}[part]
-    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if path.name != "__init__.py"}
-    assert set(re.findall(r"`([\w/]+\.py)`", section)) == files
+    covered = {"replay", "rlor"} if part == "consumers" else set()  # the page names these folders
+    files = {path.name for path in folder.rglob("*.py") if path.name != "__init__.py" and path.parent.name not in covered}
+    assert len(files) > 30
+    assert sorted(name for name in files if f"`{name}`" not in PAGE and not re.search(rf"`[\w/]+/{re.escape(name)}`", PAGE)) == []
 
 
-def test_every_file_of_the_gateway_is_named():
-    files = {path.name for path in (ROOT / "gateway" / "headrace" / "gateway").rglob("*.py")}
-    assert len(files) > 60
-    assert sorted(name for name in files if f"`{name}`" not in PAGE) == []
+def test_no_file_is_named_that_does_not_exist() -> None:
+    names = {path.name for path in ROOT.glob("*/headrace/**/*.py")}
+    named = {name.rpartition("/")[2] for name in re.findall(r"`([\w/]+\.py)`", PAGE)}
+    assert sorted(named - names - {"__init__.py"}) == []
 
 
 def test_every_file_that_the_page_links_is_there():

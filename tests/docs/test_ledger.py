@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
+from headrace.cli.steps import COLUMNS as STEP_COLUMNS
 from headrace.core.side_by_side import METRICS
 from headrace.schemas.state import (
     Fingerprint,
@@ -81,10 +82,10 @@ def test_samples_have_the_headings_that_the_commands_print():
     samples = re.findall(r"^```\n\$ headrace (\w+) .*\n((?:.*\n)*?)```$", PAGE, re.MULTILINE)
     assert {command for command, _ in samples} == {"steps", "inspect", "lineage", "compare"}
     (steps,) = [text.splitlines()[0] for command, text in samples if command == "steps"]
-    assert re.split(r" {2,}", steps.strip()) == re.findall(r'^    \("([a-z ]+)", "(?:left|right)"\),$', source["steps"], re.MULTILINE)
+    assert re.split(r" {2,}", steps.strip()) == list(STEP_COLUMNS)
     (inspect,) = [text for command, text in samples if command == "inspect"]
     for heading in (
-        "config (what is not named is at its default)",
+        "config (options that are not named have their defaults)",
         "metrics",
         "digests",
         "fingerprint",

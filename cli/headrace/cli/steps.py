@@ -40,7 +40,7 @@ def steps(  # noqa: PLR0917 - typer passes them by name
     if history.records:
         measured = _measured(history.records)
         rows = [[*_row(record), *(number(record.metrics.get(name)) for name in measured)] for record in history.records]
-        print_table([*_COLUMNS, *measured], rows, important=_IMPORTANT, right=_RIGHT.union(measured))
+        print_table([*COLUMNS, *measured], rows, important=_IMPORTANT, right=_RIGHT.union(measured))
     else:
         typer.echo(f"{history.view.name} has committed no step{'' if chosen is None else f' in {chosen}'}", err=True)
     if history.others and incarnation is None:
@@ -50,7 +50,7 @@ def steps(  # noqa: PLR0917 - typer passes them by name
 
 _MEASURED = 4
 
-_COLUMNS = (
+COLUMNS = (
     "step", "version", "groups", "tokens", "cut", "job", "loss", "grad norm", "reward mean", "lag", "seconds", "refused",
     "committed at", "snapshot",
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """Whole tensors of a model that ZeRO may have sharded: parameters, Adam's moments, and how they are put back.
 
 Guarantees: what `training_tensors` returns does not depend on the ZeRO stage or the number of ranks, so a snapshot of any world is loaded
-by any other; `restore` makes the state that `training_tensors` gave. Every function here is called by all ranks, in the same order. Limitations: tensors that do not fit into one rank's memory one at a time.
+by any other; `restore` makes the state that `training_tensors` gave. Every function here is called by all ranks, in the same order.
+Limitations: tensors that do not fit into one rank's memory one at a time.
 """
 
 import math

@@ -3,7 +3,8 @@
 What may still read a version's weights is a step with it as its KL reference, when recovery runs that step again. So they go when a
 snapshot covers the last step that may have read them: the one that ran, or was committed last, when the command was read; later ones are
 refused such a reference. The newest version's stay until there is a newer one. Guarantees: once a committed state lets them go, no later
-owner needs them, so an owner that was frozen in between deletes nothing that is needed; a deletion that is interrupted is repeated. Limitations: jobs of other models that name these files by their URI (`kl_ref_adapter_path`); the process that deletes them has to know.
+owner needs them, so an owner that was frozen in between deletes nothing that is needed; a deletion that is interrupted is repeated.
+Limitations: jobs of other models that name these files by their URI (`kl_ref_adapter_path`); the process that deletes them has to know.
 """
 
 import asyncio
