@@ -26,6 +26,13 @@ def test_the_readme_is_short_and_quotes_the_quick_start() -> None:
     assert (ROOT / "docs" / "snippets" / "quick-start.sh").read_text() in README
 
 
+def test_the_glossary_has_at_most_forty_words() -> None:
+    rows = re.findall(r"^\| ([a-z, -]+) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)[1:]
+    words = [word for row in rows for word in row.split(", ")]
+    assert 30 <= len(words) <= 40
+    assert len(set(words)) == len(words)
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_every_file_that_a_page_links_is_there(page: str) -> None:
     for link in re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text()):
