@@ -108,6 +108,31 @@ def step_to_commit(
     )
 
 
+def step_summary(name: str, record: StepRecord, seconds: float) -> str:
+    """One line for the worker's log: what the step trained on, and what came of it."""
+    metrics = record.metrics
+    parts = [f"step {record.step} of {name}: {record.groups} groups"]
+    if zero := int(metrics.get("groups_zero_variance", 0)):
+        parts.append(f"{zero} of them without variance")
+    parts += [f"{label} {metrics[key]:.4g}" for key, label in (("reward_mean", "reward"), ("entropy", "entropy")) if key in metrics]
+    parts.append("no loss" if record.loss is None else f"loss {record.loss:.4g}")
+    if seconds > 0 and "tokens" in metrics:
+        parts.append(f"{metrics['tokens'] / seconds:,.0f} tokens/s")
+    return ", ".join([*parts, f"{seconds:.3f} s"])
+
+
+def why_nothing_trained(record: StepRecord) -> str | None:
+    """Why a step made no update, or one without effect; None if it trained."""
+    if record.cut in {"rebased", "forked"}:
+        return None
+    zero = record.metrics.get("groups_zero_variance", 0)
+    if record.groups and zero == record.groups and record.sft is None:
+        return f"all rewards are equal in each of its {record.groups} groups, so every advantage is zero: check the rewards of this task"
+    if record.updates == 0:
+        return "no trajectory of it can be trained on: `headrace inspect` lists the rejections with their reasons"
+    return None
+
+
 def config_digest(config: TrainConfig) -> str:
     """SHA-256 (hex) of a config as sorted JSON."""
     return sha256(orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)).hexdigest()

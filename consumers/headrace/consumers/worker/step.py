@@ -25,7 +25,7 @@ from headrace.consumers.worker.jobs import evaluation_of, options_of, without_ev
 from headrace.consumers.worker.kl_references import ReferenceMissingError
 from headrace.consumers.worker.lane_model import LaneModel, member_events
 from headrace.consumers.worker.lane_models import LaneModels, RunningStep
-from headrace.consumers.worker.ledger_record import step_to_commit
+from headrace.consumers.worker.ledger_record import step_summary, step_to_commit, why_nothing_trained
 from headrace.consumers.worker.pipeline import PreparedStep, same_step
 from headrace.consumers.worker.plans import EvaluationSetError, config_of, state_key
 from headrace.consumers.worker.recovery import ModelDivergedError
@@ -340,7 +340,9 @@ class LaneSteps:
             self._deleting.add(deleting)
             deleting.add_done_callback(self._deleting.discard)
         record, seconds = step.record, step.completed.seconds
-        logger.info("step %d of %s: %d groups, loss %s, %.3f s", record.step, model.state.name, record.groups, record.loss, seconds)
+        logger.info("%s", step_summary(model.state.name, record, seconds))
+        if (why := why_nothing_trained(record)) is not None:
+            logger.warning("step %d of %s trained nothing: %s", record.step, model.state.name, why)
 
     def close(self) -> None:
         """Discard the prepared step, and cancel deletions."""
