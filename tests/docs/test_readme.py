@@ -26,6 +26,12 @@ def test_the_readme_is_short_and_quotes_the_quick_start() -> None:
     assert (ROOT / "docs" / "snippets" / "quick-start.sh").read_text() in README
 
 
+@pytest.mark.parametrize(("page", "snippet"), [("training-jobs.md", "training-job.sh"), ("agents.md", "producer.py")])
+def test_a_page_quotes_its_snippet(page: str, snippet: str) -> None:
+    """`tests/gateway/test_training_jobs_e2e.py` runs the first; the second is the producer of the agents' guide."""
+    assert (ROOT / "docs" / "snippets" / snippet).read_text() in (ROOT / "docs" / page).read_text()
+
+
 def test_the_glossary_has_at_most_forty_words() -> None:
     rows = re.findall(r"^\| ([a-z, -]+) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)[1:]
     words = [word for row in rows for word in row.split(", ")]
