@@ -90,7 +90,7 @@ def test_versions_of_the_other_model_are_not_judged_and_give_no_lag() -> None:
 
 def test_a_producer_with_a_shadows_settings_is_refused() -> None:
     settings = Settings(topics=TopicSettings(prefix="trial."), worker=WorkerSettings(shadow_prefix="headrace."))
-    with pytest.raises(HeadraceError, match=r"nobody reads trial.trajectory-groups.*topics.prefix 'headrace.'"):
+    with pytest.raises(HeadraceError, match=r"no one reads trial.trajectory-groups.*topics.prefix 'headrace.'"):
         TrajectoryProducer(settings)
 
 

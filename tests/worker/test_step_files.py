@@ -1,4 +1,4 @@
-"""What a step stores: its report, and what else it wrote; against step_files and a real S3 server."""
+"""What a step stores: its report, and what else it wrote; against files and a real S3 server."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -189,5 +189,5 @@ async def test_a_step_without_snapshot_rows_and_plots_stores_weights_and_report_
 
 
 async def test_a_step_without_weights_is_refused(store: ObjectStore, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="weights has no step_files"):
+    with pytest.raises(StoreError, match="weights has no files"):
         await store_step(store, out_dir(tmp_path, "snapshot/s"), RESULT, b"", report_of(batch()))
