@@ -369,7 +369,7 @@ class LaneModel(ModelDraft):
                 "open_jobs": tuple(self.jobs.values()),
                 "refusals": counted(self.events, GroupRejected, self.state.refusals),
                 "trajectory_refusals": counted(self.events, TrajectoryRejected, self.state.trajectory_refusals),
-                "marked for deletion": tuple(self.doomed),
+                "doomed": tuple(self.doomed),
                 "window_since": self.window.since_text(),
                 "updated_at": utc_now(),
                 **fields,

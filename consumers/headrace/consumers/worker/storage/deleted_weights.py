@@ -54,7 +54,7 @@ def due(run: LaneModel) -> list[int]:
 
 
 class WeightsDeleter:
-    """Deletes the marked for deletion weights of one lane.
+    """Deletes the weights of one lane that are marked for deletion.
 
     Args:
         store: Where they are.
