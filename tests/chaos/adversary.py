@@ -37,7 +37,7 @@ _COMMIT_SECONDS = 3.0
 """From the manifest of the weights to the first record of the transaction, at most."""
 _STEP_SECONDS = 20.0
 _TAKEOVER_SECONDS = 40.0
-_CLAIMED = "is ours"
+_CLAIMED = "is claimed"
 """In a worker's log when a lane was claimed."""
 
 

@@ -17,7 +17,7 @@ async def test_while_kafka_is_away_a_worker_logs_one_warning_and_ends_when_it_is
     log = tmp_path / "worker.log"
     worker = WorkerProcess(settings, log)
     try:
-        await _logged(log, r"lane 0 is ours(.|\n)*lane 1 is ours|lane 1 is ours(.|\n)*lane 0 is ours")
+        await _logged(log, r"lane 0 is claimed(.|\n)*lane 1 is claimed|lane 1 is claimed(.|\n)*lane 0 is claimed")
         before = len(log.read_text())
         await asyncio.to_thread(broker.stop)
         await _logged(log, "Waiting for Kafka since")

@@ -56,6 +56,6 @@ async def test_a_step_longer_than_every_kafka_timeout_is_committed_by_its_first_
         assert asyncio.get_running_loop().time() - sent > SESSION_SECONDS
     assert slow.groups == 2
     log = (tmp_path / "worker.log").read_text()
-    lane = f"lane {slow.lane} is ours"
+    lane = f"lane {slow.lane} is claimed"
     assert log.count(lane) == 1, "the lane was lost and claimed again"
     assert worker.stop() == 0
