@@ -28,7 +28,7 @@ async def test_while_kafka_is_away_a_worker_logs_one_warning_and_ends_when_it_is
     loud = [line for line in log.read_text()[before:].splitlines() if re.search(r" (WARNING|ERROR) ", line)]
     assert [re.sub(r".*(WARNING|ERROR) \S+ ", "", line)[:30] for line in loud] == [
         "Waiting for Kafka since " + loud[0].partition("since ")[2][:6],
-        "the lanes are dropped without",
+        "the lanes are released without",
     ]
 
 
