@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "BufferFullError": "errors",
     "DeliveryError": "errors",
-    "DeliveryReport": "delivery",
+    "DeliveryReport": "outgoing",
     "InvalidGroupError": "errors",
     "PaceGate": "pacing",
     "ProducerClosedError": "errors",
