@@ -26,10 +26,8 @@ def lines_of_code(source: str) -> int:
     """Lines that are neither docstring nor comment nor blank."""
     prose: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        for name in ("body",):
-            for statement in getattr(node, name, ()) if isinstance(getattr(node, name, ()), list) else ():
-                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
-                    prose.update(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            prose.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -50,7 +48,7 @@ def main() -> None:
                 found = counts[name]
                 counts[name] = [found[0] + 1, found[1] + lines, found[2] + code, max(found[3], lines)]
             heart += code if path in HEART else 0
-    table = Table("part", *(("files", "lines", "code", "longest file")), box=None, header_style="bold")
+    table = Table("part", "files", "lines", "code", "longest file", box=None, header_style="bold")
     for name, found in counts.items():
         table.add_row(name, *map(str, found), style="bold" if name == "all" else None)
     console = Console()

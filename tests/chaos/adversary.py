@@ -3,9 +3,8 @@
 Each fault says what it did. Two are aimed at the gap between store and commit: the worker is stopped when the manifest of a step's weights
 appears (`sight`), at once, or when the first record of its transaction is in the broker's log file; then `steps` is read to its end. If the
 attempt is committed there, the blow came late: the worker continues, and the next manifest is waited for. If it is not, the worker is
-killed,
-or, as a zombie, woken when another worker has done the step. What counts is settled at the end of the run: an attempt whose weights are in
-the store and which the ledger never had was struck in the gap; one whose records are in the log as well, in its open transaction.
+killed, or, as a zombie, woken when another worker has done the step. What counts is settled at the end of the run: an attempt whose weights
+are in the store and which the ledger never had was struck in the gap; one whose records are in the log as well, in its open transaction.
 """
 
 import asyncio

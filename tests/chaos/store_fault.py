@@ -1,8 +1,8 @@
 """A file store that fills up or becomes read-only, as a run's processes see it: root heeds no permissions, and not every machine mounts.
 
 While the file `SWITCH` next to the store names an error, each call of a worker that would write below the store fails with it, and reads
-succeed. Python's audit events show these calls, whatever code makes them.
-Limitations: the calls fail at their beginning; tests/core/test_store_files.py has a write that fails in the middle of a file.
+succeed. Python's audit events show these calls, whatever code makes them. Limitations: the calls fail at their beginning;
+tests/core/test_store_files.py has a write that fails in the middle of a file.
 """
 
 import errno

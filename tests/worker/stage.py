@@ -288,7 +288,7 @@ class Stage:
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    """Wait for what nobody else reports."""
+    """Wait for what no event reports."""
     async with asyncio.timeout(SOON):
         while not happened():  # noqa: ASYNC110 - memory tells nobody that it changed
             await asyncio.sleep(0.02)

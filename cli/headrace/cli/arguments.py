@@ -91,7 +91,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, import
     Args:
         columns: Headings.
         rows: Cells, already escaped.
-        important: Headings that a narrow terminal keeps longest, most important first. The last column is always kept if it is among them.
+        important: Headings that a narrow terminal keeps longest, most important first.
         right: Headings of columns that are aligned right.
     """
     console = Console(markup=False, highlight=False)
@@ -103,8 +103,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, import
         widths[columns[-1]] = min(widths[columns[-1]], _WRAPPED)
         order = [*important, *(name for name in columns if name not in important)]
         while len(shown) > 1 and sum(widths[name] + _SEPARATOR for name in shown) > console.width:
-            order_left = [name for name in order if name in shown]
-            shown.remove(order_left[-1])
+            shown.remove(order.pop())
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in shown:
         last = name == columns[-1]

@@ -72,11 +72,11 @@ def _merge(base: BaseModelEntry, adapter: Path, folder: Path) -> None:
     with importing():
         from peft import PeftModel  # noqa: PLC0415 - takes seconds
 
+        from headrace.consumers.worker.base_models import base_source  # noqa: PLC0415
         from headrace.trainer.base_tokenizer import load_tokenizer  # noqa: PLC0415
         from headrace.trainer.model import load_base  # noqa: PLC0415
-        from headrace.trainer.plan import BaseSource  # noqa: PLC0415
 
-    source = BaseSource(path=base.path, gguf_file=base.gguf_file)
+    source = base_source(base)
     PeftModel.from_pretrained(load_base(source), adapter).merge_and_unload().save_pretrained(folder)
     if (tokenizer := load_tokenizer(source)) is not None:
         tokenizer.save_pretrained(folder)

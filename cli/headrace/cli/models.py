@@ -125,8 +125,7 @@ def resume(model: Model, project: Project = None, wait: Wait = False, timeout: S
     """Resume a model that is stopped or has diverged.
 
     A diverged model resumes from the last step that a rerun could reproduce, as a new version that the ledger marks `rebased`. Lost groups
-    are
-    rejected as `expired`. Exit code 1 if it is stopped or diverged again.
+    are rejected as `expired`. Exit code 1 if it is stopped or diverged again.
     """
 
     async def run() -> ModelView:

@@ -7,11 +7,24 @@ from typing import Annotated, Literal
 import typer
 
 from headrace.core.importing import importing
-from headrace.core.settings import GatewaySettings, Settings, WorkerSettings
+from headrace.core.settings import Settings
+
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], typer.Option(case_sensitive=False)]
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _overlaid(settings: Settings, section: Literal["worker", "gateway"], **given: str | int | None) -> Settings:
+    """The settings with the command line's values in one section, validated again."""
+    changes = {name: value for name, value in given.items() if value is not None}
+    found = getattr(settings, section)
+    return settings.model_copy(update={section: type(found).model_validate(found.model_dump() | changes)}) if changes else settings
 
 
 def worker(
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(case_sensitive=False)] = "info",
+    log_level: LogLevel = "info",
     ranks: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks on this machine; worker.ranks of the settings.")] = None,
     zero_stage: Annotated[int | None, typer.Option(min=0, max=3, help="What DeepSpeed shards over the ranks; worker.zero_stage.")] = None,
 ) -> None:
@@ -22,10 +35,10 @@ def worker(
     """
     from headrace.trainer.rank_main import seat_of_launcher, serve  # noqa: PLC0415 - heavy
 
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log_to_stderr(log_level)
     # The broker's "previous transaction is not complete yet" is routine for a lane's producer, and retried.
     logging.getLogger("aiokafka").setLevel(logging.ERROR)
-    settings = _with(Settings(), ranks=ranks, zero_stage=zero_stage)
+    settings = _overlaid(Settings(), "worker", ranks=ranks, zero_stage=zero_stage)
     launcher = seat_of_launcher()
     if launcher is not None and ranks is not None:
         raise typer.BadParameter(f"--ranks {ranks} under a launcher, which has started {launcher[0]} ranks: leave --ranks out")
@@ -45,15 +58,6 @@ def worker(
     asyncio.run(main())
 
 
-def _with(settings: Settings, **given: int | None) -> Settings:
-    """The settings with the command line's values, validated again."""
-    changes = {name: value for name, value in given.items() if value is not None}
-    if not changes:
-        return settings
-    worker = WorkerSettings.model_validate(settings.worker.model_dump() | changes)
-    return settings.model_copy(update={"worker": worker})
-
-
 def engine(  # noqa: PLR0917 - typer passes them by name
     base_model: Annotated[str, typer.Option(help="Name in the catalogue (base_models in the settings).")],
     model: Annotated[
@@ -68,14 +72,13 @@ def engine(  # noqa: PLR0917 - typer passes them by name
     versions: Annotated[int, typer.Option(min=1, max=1000, help="Versions of each model that are held.")] = 2,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; torch's own choice.")] = None,
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(case_sensitive=False)] = "info",
+    log_level: LogLevel = "info",
 ) -> None:
     """Serve every model of a base model to OpenAI clients, each version under the name MODEL_ID@VERSION; follow published versions."""
     from headrace.core.kafka import require_bootstrap  # noqa: PLC0415 - heavy
-    from headrace.core.settings import Settings  # noqa: PLC0415
     from headrace.engine.http.options import EngineOptions, base_model_entry, listen  # noqa: PLC0415
 
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log_to_stderr(log_level)
     settings = Settings()
     options = EngineOptions(
         base_model=base_model,
@@ -107,7 +110,7 @@ def engine(  # noqa: PLR0917 - typer passes them by name
 def gateway(
     host: Annotated[str | None, typer.Option(help="Address to listen on; gateway.host of the settings.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0: any free one. gateway.port of the settings.")] = None,
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(case_sensitive=False)] = "info",
+    log_level: LogLevel = "info",
 ) -> None:
     """Serve the training-jobs API, the RLOR trainer-job API, inference and the dashboard over HTTP.
 
@@ -115,14 +118,10 @@ def gateway(
     """
     from headrace.gateway.serve import bind, check_listening, serve  # noqa: PLC0415 - heavy
 
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log_to_stderr(log_level)
     logging.getLogger("aiokafka").setLevel(logging.ERROR)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    settings = Settings()
-    given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
-    if given:
-        changed = GatewaySettings.model_validate(settings.gateway.model_dump() | given)
-        settings = settings.model_copy(update={"gateway": changed})
+    settings = _overlaid(Settings(), "gateway", host=host, port=port)
     check_listening(settings)
     listener = bind(settings)
     where = listener.getsockname()

@@ -1,8 +1,8 @@
 """`headrace up`: a Kafka, and with `--s3` an S3 server, on this machine until Ctrl-C; `headrace env`: how other terminals reach them.
 
 `up` prints the `export` lines, each when its service is ready; everything else goes to stderr. It also keeps them in the file `env` of its
-folder, for its own user only, and holds a lock on the file while it runs.
-Guarantees: `env` prints the lines of services that run, never those of services that have ended.
+folder, for its own user only, and holds a lock on the file while it runs. Guarantees: `env` prints the lines of services that run, never
+those of services that have ended.
 """
 
 import fcntl
@@ -85,9 +85,13 @@ def env(
     typer.echo(lines, nl=False)
 
 
+def _export_line(name: str, value: str) -> str:
+    return f"export {name}={shlex.quote(value)}"
+
+
 def _exported(variables: dict[str, str]) -> dict[str, str]:
     for name, value in variables.items():
-        typer.echo(f"export {name}={shlex.quote(value)}")
+        typer.echo(_export_line(name, value))
     return variables
 
 
@@ -98,7 +102,7 @@ def _kept(file: Path, variables: dict[str, str]) -> Iterator[None]:
     file.touch(mode=0o600)
     with file.open("w", encoding="utf-8") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        stream.writelines(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+        stream.writelines(f"{_export_line(name, value)}\n" for name, value in variables.items())
         stream.flush()
         try:
             yield

@@ -2,9 +2,8 @@
 
 Guarantees: a letter shows its original's key and headers untouched, ours taken off; what someone sent again or dropped says so. A record
 there that is neither a letter nor about one is passed by. The original of a letter that is cut is read where it was, and must have the
-letter's digest.
-Limitations: a listing holds no values; `open_originals` reads them. Looking at one letter reads all that was written behind it, since what
-became of it stands there.
+letter's digest. Limitations: a listing holds no values; `open_originals` reads them. Looking at one letter reads all that was written
+behind it, since what became of it stands there.
 """
 
 from collections.abc import Collection, Mapping

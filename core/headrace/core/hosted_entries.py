@@ -13,19 +13,15 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import orjson
 
 from headrace.schemas.codec import SampledGroup
 from headrace.schemas.parsing import load_json, validate
 from headrace.schemas.surrogates import holds_stand_in
 from headrace.schemas.trajectory import TrajectoryGroup
-from headrace.schemas.turns import SampledTokens, carried, lift, raw_choices
+from headrace.schemas.turns import SampledTokens, carried, ids_of_tokens, lift, raw_choices
 
 _MARK = uuid.uuid4().hex
 """Replaces a list of entries; no sender can know it."""
-_PREFIX = "token_id:"
-
-
 _START = re.compile(rb'"content":\s*(?=\[\s*\{\s*")')
 _END = re.compile(rb"\}\s*\]")
 
@@ -91,22 +87,15 @@ def _take(choice: dict[str, Any], raw: memoryview) -> SampledTokens:
         choice.pop(key, None)
     choice["logprobs"] = {key: value for key, value in logprobs.items() if value is not None} or None
     entries = _entries.decode(raw)
-    token_ids = _token_ids([entry.token for entry in entries])
+    ids = ids_of_tokens(entry.token for entry in entries)
+    if ids is None or max(ids) > np.iinfo(np.int32).max:
+        raise _NotTypedError
     values = np.array([entry.logprob for entry in entries], np.float64)
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
     _need(np.isfinite(narrow).sum() == np.isfinite(values).sum() and not np.isinf(values).any())
-    return SampledTokens(token_ids=token_ids.data, logprobs=narrow.data.cast("B").cast("f"))
-
-
-def _token_ids(tokens: list[str]) -> Any:  # noqa: ANN401 - int32[N]
-    """The ids of tokens that all have the exact form `token_id:<n>`."""
-    text = "\n".join(tokens)
-    listed = text.removeprefix(_PREFIX).replace("\n" + _PREFIX, ",")
-    _need(text.startswith(_PREFIX) and listed.isascii() and listed.replace(",", "").isdigit())
-    ids = orjson.loads(f"[{listed}]")  # refuses leading zeros
-    _need(len(ids) == len(tokens) and max(ids) <= np.iinfo(np.int32).max)
-    return np.array(ids, np.int32)
+    # Not `SampledTokens.of`: its checks, one list at a time, are an eighth of the whole decoding.
+    return SampledTokens(token_ids=np.array(ids, np.int32).data, logprobs=narrow.data.cast("B").cast("f"))
 
 
 def _need(condition: object) -> None:

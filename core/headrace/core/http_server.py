@@ -1,9 +1,8 @@
 """What the HTTP servers of Headrace (gateway, engine) have in common: how uvicorn is set up, and whose pages may call.
 
 Guarantees: a connection whose request head does not come in whole within a bound is closed, also one that says nothing; a request body that
-is not read is thrown away for a short time after the answer, then the connection is closed; every answer has
-`X-Content-Type-Options: nosniff`, also those that the server makes itself.
-Limitations: HTTP/1.1 only; the server that serves does not count connections.
+is not read is thrown away for a short time after the answer, then the connection is closed; every answer has `X-Content-Type-Options:
+nosniff`, also those that the server makes itself. Limitations: HTTP/1.1 only; the server that serves does not count connections.
 """
 
 import asyncio

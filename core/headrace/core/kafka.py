@@ -99,8 +99,8 @@ def plain_errors(options: ClientOptions) -> Iterator[None]:
 async def stop_producer(producer: AIOKafkaProducer, seconds: float) -> None:
     """Flush and disconnect a producer. What Kafka does not acknowledge within `seconds` is dropped.
 
-    `stop` waits for records that aiokafka retries without end. After the limit the connections are closed under it; the task stays
-    until the event loop ends, without sending anything.
+    `stop` waits for records that aiokafka retries without end. After the limit the connections are closed under it. Limitations: the
+    task stays until the event loop ends, and a record may still arrive if Kafka returns before that.
     """
     stopping = asyncio.create_task(producer.stop(), name="stop of a Kafka producer")
     _abandoned.add(stopping)

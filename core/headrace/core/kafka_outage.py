@@ -5,9 +5,8 @@ through `log_trouble`, start a question to Kafka, asked once a second. If Kafka 
 warnings replace them. If it answers, they are logged, each kind of aiokafka's once a minute at most.
 
 Guarantees: only clients that are started inside `folding` are affected; other aiokafka clients of the same process log as they did. Clients
-of one event loop and one address share the warnings.
-Limitations: an outage that is shorter than one question is not reported. Without any complaint for two minutes the waiting ends without
-the last warning: its clients are gone.
+of one event loop and one address share the warnings. Limitations: an outage that is shorter than one question is not reported. Without any
+complaint for two minutes the waiting ends without the last warning: its clients are gone.
 """
 
 import asyncio

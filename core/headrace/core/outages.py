@@ -1,9 +1,9 @@
 """Outages: the store, Kafka, a disk or the clock fails, and not the work itself.
 
 `outage_of` is the one place that decides which failures are outages. An outage never counts as an attempt of a batch, never refuses a group
-and never stops a model: the caller waits and tries again (`outlast`).
-Guarantees: every error of the store except "not there", "other content", "digest differs" and "invalid key" is an outage.
-Limitations: an error that is not known here is no outage. A library's unknown errors are turned into `OutageError` where they are raised.
+and never stops a model: the caller waits and tries again (`outlast`). Guarantees: every error of the store except "not there", "other
+content", "digest differs" and "invalid key" is an outage. Limitations: an error that is not known here is no outage. A library's unknown
+errors are turned into `OutageError` where they are raised.
 """
 
 import asyncio

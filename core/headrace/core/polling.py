@@ -5,9 +5,9 @@ unpacked of other partitions. Here it is handed over as an `UnreadableRecord`: w
 with `readable`, which says so once.
 
 Guarantees: each record once, each partition in offset order, nothing lost next to one that can't be read, and no wait for partitions that
-have nothing; after an error the consumer stands where it was. What a call unpacks is bounded: a batch by `unpacking.py`, and the call
-ends once it has `_ENOUGH_BYTES`, which it asks after every few records.
-Limitations: what raises otherwise (retention, a broker that is away, a wrong checksum) raises here too.
+have nothing; after an error the consumer stands where it was. What a call unpacks is bounded: a batch by `unpacking.py`, and the call ends
+once it has `_ENOUGH_BYTES`, which it asks after every few records. Limitations: what raises otherwise (retention, a broker that is away, a
+wrong checksum) raises here too.
 """
 
 import logging

@@ -2,14 +2,13 @@
 
 A broker checks a record's lengths, and takes any bytes as the name of a header, whatever stands behind the end of a gzip stream, and
 batches that unpack to any size. aiokafka raises on the first two, `unpacking.py` on the third, at each attempt, with all that the call had
-unpacked lost. This module reaches into its internals for that
-reason; `polling` uses it where a poll has failed, so it costs nothing before.
+unpacked lost. This module reaches into its internals for that reason; `polling` uses it where a poll has failed, so it costs nothing
+before.
 
 Guarantees: isolation, limits and offsets are the consumer's own; a header's name that is no text, or too many headers, cost their record; a
 batch that can't be decompressed, or only to more than the bound, costs its records; nothing else is lost. A batch with a wrong checksum
-raises: that is no one's record, but a broken disk or network.
-Limitations: records are unpacked in Python, which is slow. Of a batch that can't be decompressed the first `MOST_UNREAD` records are
-handed over, the last of these for all behind it.
+raises: that is no one's record, but a broken disk or network. Limitations: records are unpacked in Python, which is slow. Of a batch that
+can't be decompressed the first `MOST_UNREAD` records are handed over, the last of these for all behind it.
 """
 
 from collections import defaultdict

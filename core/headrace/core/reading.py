@@ -4,10 +4,9 @@ The end is taken with `read_uncommitted`: another producer's open transaction ho
 stopped there would miss what was committed beyond it. Then records are read `read_committed` until the position of every partition
 has passed its end, so an open transaction is waited for and aborted records are left out.
 
-Guarantees: every committed record from the start to the end, each partition in offset order, none from after the end; key and value
-are bytes or None. One that the client can't hand over is left out, with a line in the log. A missing topic, a start that retention has
-deleted, and a read that stands still each raise.
-Limitations: memory bounds; `read_to_end` holds all it read (`stream_to_end` does not).
+Guarantees: every committed record from the start to the end, each partition in offset order, none from after the end; key and value are
+bytes or None. One that the client can't hand over is left out, with a line in the log. A missing topic, a start that retention has deleted,
+and a read that stands still each raise. Limitations: memory bounds; `read_to_end` holds all it read (`stream_to_end` does not).
 """
 
 import asyncio

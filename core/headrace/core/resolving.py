@@ -1,9 +1,8 @@
 """Sending dead letters again, or dropping them: once, the process that else tries it at the same time.
 
 A partition of `dead-letters` has one transactional id for all who resolve its letters. The process that comes starts a producer with it,
-which
-fences those before and waits for their last transaction to end; then reads the partition to the end that was written; then decides: as
-lanes do (exactly-once rules 1 to 3). The record that is sent and the mark that it was are one transaction.
+which fences those before and waits for their last transaction to end; then reads the partition to the end that was written; then decides:
+as lanes do (exactly-once rules 1 to 3). The record that is sent and the mark that it was are one transaction.
 
 Guarantees: a letter is sent again at most once, and marked exactly if it was; one that is resolved already is refused with who, when and
 where to. After anything but a clean commit, what happened is read again, never concluded from the error. A letter goes back to the topic

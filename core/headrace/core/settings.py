@@ -1,8 +1,7 @@
 """Settings of every process, from the environment (`HEADRACE_…`, nested with `__`) or one YAML file.
 
-`HEADRACE_CONFIG` names the file; without it `headrace.yaml` in the working directory is read if it exists. The environment
-wins over the file.
-Guarantees: unknown or contradictory settings are rejected at start with the field's path; secrets are `SecretStr` and never printed.
+`HEADRACE_CONFIG` names the file; without it `headrace.yaml` in the working directory is read if it exists. The environment wins over the
+file. Guarantees: unknown or contradictory settings are rejected at start with the field's path; secrets are `SecretStr` and never printed.
 Limitations: a process reads its settings once.
 
 The effective settings, flat, each with where it comes from; secrets are masked.
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from headrace.core.errors import HeadraceError
 from headrace.schemas.claim import INLINE_LIMIT
@@ -137,7 +136,7 @@ class WorkerSettings(_Section):
     starved_after_seconds: float = Field(default=300, gt=0)
     """A model without a step for so long is reported as starved."""
     release_seconds: float = Field(default=20, ge=0)
-    """A worker that is asked to end lets a running step end and stores a snapshot, for so long at most."""
+    """After SIGTERM a worker lets a running step end and stores a snapshot, for so long at most."""
     report_rows: RowsKept = "none"
     """How many of a step's packed rows (tokens, mask, advantages, ratios) are kept in its report; `sample`: 8."""
     shadow_prefix: str | None = Field(default=None, pattern=r"^[a-zA-Z0-9._-]*$", max_length=200)
@@ -250,10 +249,8 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, then the environment, then secret files, then the YAML file."""
-        sources: tuple[PydanticBaseSettingsSource, ...] = (init_settings, env_settings, file_secret_settings)
-        if (file := settings_file(os.environ)) is not None:
-            sources += (YamlConfigSettingsSource(settings_cls, yaml_file=file),)
-        return sources
+        sources = (init_settings, env_settings, file_secret_settings)
+        return (*sources, InitSettingsSource(settings_cls, init_kwargs=read_settings_file(os.environ)))
 
     @property
     def topic_names(self) -> Topics:
@@ -275,8 +272,8 @@ class Settings(BaseSettings):
         return f"{_stem(self.topics.prefix)}-{self.worker.group}"
 
 
-def settings_file(environment: Mapping[str, str]) -> Path | None:
-    """The file that HEADRACE_CONFIG names, else `headrace.yaml` in the working directory, else None.
+def read_settings_file(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What the file that HEADRACE_CONFIG names says, else `headrace.yaml` in the working directory; empty without a file.
 
     Raises:
         HeadraceError: the named file does not exist, or a file is no YAML mapping.
@@ -286,14 +283,14 @@ def settings_file(environment: Mapping[str, str]) -> Path | None:
     if not file.is_file():
         if named:
             raise HeadraceError(f"HEADRACE_CONFIG names {named!r}, which is no file")
-        return None
+        return {}
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise HeadraceError(f"{file} is no readable YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict | None):
         raise HeadraceError(f"{file} must hold sections such as `kafka:` and `worker:`, not {type(content).__name__}")
-    return file
+    return content or {}
 
 
 def _stem(prefix: str) -> str:
@@ -313,7 +310,7 @@ class SettingRow:
 
 def setting_rows(settings: Settings, environment: Mapping[str, str] = os.environ) -> list[SettingRow]:
     """Every setting, in the order of the sections."""
-    in_file = _file_content(environment)
+    in_file = read_settings_file(environment)
     set_by_environment = {name.upper() for name in environment}
     return [
         SettingRow(path=".".join(path), value=value, source=_source(path, set_by_environment, in_file))
@@ -338,8 +335,3 @@ def _source(path: tuple[str, ...], variables: set[str], in_file: Any) -> Literal
             return "default"
         in_file = in_file[key]
     return "file"
-
-
-def _file_content(environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - YAML
-    file = settings_file(environment)
-    return None if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -9,9 +9,8 @@ Guarantees: an ordinary Hugging Face causal LM folder, the same bits for the sam
 Shapes: B transcripts, T tokens.
 
 Its tokenizer is an ordinary Hugging Face tokenizer of 32 whole words with a chat template. Rendering a conversation and encoding it gives
-one
-token a word, and a well-formed turn renders to exactly the tokens that a sampler draws for it (`vault amber <|end|>`), so that each turn's
-prompt is a prefix of the next. A word outside the vocabulary is `<|unk|>`.
+one token a word, and a well-formed turn renders to exactly the tokens that a sampler draws for it (`vault amber <|end|>`), so that each
+turn's prompt is a prefix of the next. A word outside the vocabulary is `<|unk|>`.
 """
 
 import random

@@ -45,7 +45,7 @@ class Gate:
         )
         """To the engines."""
         self.ending = asyncio.Event()
-        """Set when the server is asked to end: answers without an end of their own end then."""
+        """Set when the server is to end: answers without an end of their own end then."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> "Gate":

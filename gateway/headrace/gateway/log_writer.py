@@ -4,10 +4,9 @@ Transactional ids are `headrace-gateway-<instance>-<slot>`, one lock a slot, tim
 store before, records are sealed before. Guarantees: `commit` returns when all of it is committed and the gateway's own tables hold it; a
 commit whose outcome is unclear is cleared by fencing (the producer starts again, which ends its last transaction) and asking whether it is
 there. A change that is only right while something is as it was seen (no one has made that resource yet) is written in a `Turn`: all
-gateways share its transactional ids, and the process that takes one up fences the others, then reads, then looks again, then writes; so
-of two that
-saw the same, one writes. Limitations: an order among slots; two gateways with one instance name fence each other, and the one that loses
-says so; speed of changes in one turn that come to several gateways side by side, since they fence each other.
+gateways share its transactional ids, and the process that takes one up fences the others, then reads, then looks again, then writes; so of
+two that saw the same, one writes. Limitations: an order among slots; two gateways with one instance name fence each other, and the one that
+loses says so; speed of changes in one turn that come to several gateways side by side, since they fence each other.
 """
 
 import asyncio

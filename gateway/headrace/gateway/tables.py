@@ -2,7 +2,7 @@
 
 Guarantees: the same records give the same tables in every gateway; a view of a model or a job folds the commands over it that no owner has
 read yet (exactly-once rule 16), at the cost of that one model or job; a record that can't be read is counted and left out, since a gateway
-that does not start serves no one. Limitations: nothing of its own; `step_history` says how much of a model's steps is held.
+that does not start serves no one. `step_history` says how much of a model's steps is held.
 """
 
 import logging

@@ -5,10 +5,10 @@ A gate counts the groups that it let through since its first version v0. A slot 
     passed < (version - v0 + max_policy_lag + 1) × groups_per_step × share
 
 Guarantees: group n (from 0) of a stream that this gate alone feeds is cut at version v0 + n // groups_per_step, so a group that was sampled
-at the version the gate knew when it passed has a lag of at most `max_policy_lag` at the cut. With several producers the
-shares must sum to at most 1. A slot whose rollout failed is given back.
-Limitations: what other producers, or an earlier life of this one, left in the queue; versions that jobs made, which use none of the
-stream's groups. Those can add lag; importance sampling, or the lane's own lag check, is there for it.
+at the version the gate knew when it passed has a lag of at most `max_policy_lag` at the cut. With several producers the shares must sum to
+at most 1. A slot whose rollout failed is given back. Limitations: what other producers, or an earlier life of this one, left in the queue;
+versions that jobs made, which use none of the stream's groups. Those can add lag; importance sampling, or the lane's own lag check, is
+there for it.
 """
 
 import asyncio

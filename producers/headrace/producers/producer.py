@@ -5,12 +5,11 @@
         delivery = await producer.submit(group)       # waits for room in the buffer only; await delivery later
         delivery = producer.try_send(group)           # waits for nothing; BufferFullError if there is no room
 
-Guarantees: a group is refused with the path of the field before anything is sent, or ends in a `DeliveryReport`, or in a
-`DeliveryError` that says whether it may be in the log. Nothing is sent twice. Groups of a model stand in the log in the order in
-which they got their room in the buffer. Leaving the block, and SIGTERM, flush what is buffered. A cancelled `send` is unknown:
-what was buffered is delivered all the same. Failures that no one awaits are logged;
-while Kafka is away, they are counted in its warnings.
-Limitations: persistence; what is buffered when the process is killed is gone. Bytes wait in memory up to `producer.buffer_bytes`.
+Guarantees: a group is refused with the path of the field before anything is sent, or ends in a `DeliveryReport`, or in a `DeliveryError`
+that says whether it may be in the log. Nothing is sent twice. Groups of a model stand in the log in the order in which they got their room
+in the buffer. Leaving the block, and SIGTERM, flush what is buffered. A cancelled `send` is unknown: what was buffered is delivered all the
+same. Failures that no one awaits are logged; while Kafka is away, they are counted in its warnings. Limitations: persistence; what is
+buffered when the process is killed is gone. Bytes wait in memory up to `producer.buffer_bytes`.
 """
 
 import asyncio

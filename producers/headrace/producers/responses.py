@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from headrace.schemas.chat import Choice, Message, ToolCall
+from headrace.schemas.turns import ids_of_tokens
 
-_TOKEN_ID = "token_id:"  # noqa: S105 - how vLLM writes a token as its id
 _HOW = "ask the engine for them with logprobs and return_token_ids, or pass need_tokens=False to train on text"
 
 
@@ -91,8 +91,8 @@ def _choice(
     found = body["choices"][index]
     scores = None if tokens is None else [score for _, score in tokens]
     ids = found.get("token_ids")
-    if ids is None and tokens is not None and all(name.startswith(_TOKEN_ID) for name, _ in tokens):
-        ids = [int(name.removeprefix(_TOKEN_ID)) for name, _ in tokens]
+    if ids is None and tokens is not None:
+        ids = ids_of_tokens(name for name, _ in tokens) if tokens else []
     # A batch of prompts has one list for each choice; only a single prompt is on the response itself.
     prompt = found.get("prompt_token_ids") or body.get("prompt_token_ids")
     lacks = [name for name, value in (("token ids", ids), ("logprobs", scores), ("prompt token ids", prompt)) if value is None]

@@ -105,9 +105,8 @@ class ChoiceMessage(Open):
 class Choice(Open):
     """A sampled assistant turn.
 
-    `finish_reason` must be there, and may be null: the turn was cut off.
-    `token_ids`, `token_logprobs` and `policy_versions` have one entry a sampled token; `token_span` is used inside the
-    safetensors form only: `[start, stop)` of this turn in the group's flat arrays.
+    `finish_reason` must be there, and may be null: the turn was cut off. `token_ids`, `token_logprobs` and `policy_versions` have one entry
+    a sampled token; `token_span` is used inside the safetensors form only: `[start, stop)` of this turn in the group's flat arrays.
     """
 
     finish_reason: FinishReason | None

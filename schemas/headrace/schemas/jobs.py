@@ -33,7 +33,7 @@ class JobOptions(Record):
     forward_only: bool = False
     """Compute the log-probabilities of the groups and train nothing: the new version has the weights of the one before."""
     rollout_deployments: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=(), max_length=64)
-    """Deployments that are asked to load the new version; none: no one is asked."""
+    """Deployments that are to load the new version; none: no deployment loads it by request."""
     hot_load_deployment: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
     """Deployment under whose prefix in the store the new version's manifest is written, too."""
     node_count: int = Field(default=1, ge=1)

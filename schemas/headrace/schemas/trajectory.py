@@ -1,8 +1,8 @@
 """Trajectories and the groups they are compared in.
 
-Fields are those of the training-jobs API; Headrace adds to a group `group_id` (dedupe and lineage), `job_id` (the bucket),
-`purpose`, and the one option of its job that it is read by.
-The model a group trains is the record's key, not a field. Shapes: rewards are any finite float, compared within a group only.
+Fields are those of the training-jobs API; Headrace adds to a group `group_id` (dedupe and lineage), `job_id` (the bucket), `purpose`, and
+the one option of its job that it is read by. The model a group trains is the record's key, not a field. Shapes: rewards are any finite
+float, compared within a group only.
 """
 
 from collections.abc import Iterator

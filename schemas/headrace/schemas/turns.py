@@ -18,7 +18,7 @@ Checks look at bytes, not at values, so that 16,000 tokens cost microseconds wit
 import math
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, cast
@@ -111,7 +111,8 @@ def _kind(value: object) -> str:
     return f"the text {shown(value)!r}" if isinstance(value, str) else shown(value)
 
 
-_ID_PREFIX = "token_id:"
+ID_PREFIX = "token_id:"
+"""Of a token that is written as its id."""
 _ENTRY_KEYS = frozenset({"token", "logprob", "bytes", "top_logprobs"})
 
 
@@ -315,20 +316,30 @@ def _entry_ids(entries: list[Any], path: str) -> list[int] | None:
 
 
 def _plain_ids(entries: list[Any]) -> list[int] | None:
-    """The ids where every token is `token_id:<n>`, all at once; None where one is not: a look at each entry then says which, and why."""
+    """The ids where every token is `token_id:<n>`; None where one is not: a look at each entry then says which, and why."""
     try:
-        text = "\n".join(map(itemgetter("token"), entries))
+        return ids_of_tokens(map(itemgetter("token"), entries))
     except (TypeError, KeyError, IndexError):
         return None
+
+
+def ids_of_tokens(tokens: Iterable[str]) -> list[int] | None:
+    """The ids of tokens that all have the exact form `token_id:<n>`, all at once; None where one has not.
+
+    Raises:
+        TypeError: a token is no text.
+    """
+    named = list(tokens)
+    text = "\n".join(named)
     # Nothing but digits and commas is left only if each token begins with the prefix; one that holds several makes the counts differ.
-    listed = text.removeprefix(_ID_PREFIX).replace("\n" + _ID_PREFIX, ",")
-    if not text.startswith(_ID_PREFIX) or not listed.isascii() or not listed.replace(",", "").isdigit():
+    listed = text.removeprefix(ID_PREFIX).replace("\n" + ID_PREFIX, ",")
+    if not text.startswith(ID_PREFIX) or not listed.isascii() or not listed.replace(",", "").isdigit():
         return None
     try:
         ids: list[int] = orjson.loads(f"[{listed}]")
     except orjson.JSONDecodeError:  # leading zeros, or no digit
         return None
-    return ids if len(ids) == len(entries) and max(ids) < 10**10 else None
+    return ids if len(ids) == len(named) and max(ids) < 10**10 else None
 
 
 def _checked_ids(entries: list[Any], path: str) -> list[int] | None:
@@ -339,8 +350,8 @@ def _checked_ids(entries: list[Any], path: str) -> list[int] | None:
         token = entry.get("token")
         if not isinstance(token, str):
             raise CodecError(Reason.INVALID_SCHEMA, f"{path}[{i}].token", f"{shown(token)} is not a string")
-        digits = token[len(_ID_PREFIX) :]
-        if not token.startswith(_ID_PREFIX) or not (digits.isascii() and digits.isdigit()):
+        digits = token[len(ID_PREFIX) :]
+        if not token.startswith(ID_PREFIX) or not (digits.isascii() and digits.isdigit()):
             return None
         if len(digits) > 10:  # Python refuses to read very long integers, and no vocabulary needs them
             raise CodecError(Reason.INVALID_SCHEMA, f"{path}[{i}].token", f"{shown(token)}: the id is outside 0 to 2^31 - 1")

@@ -1,10 +1,9 @@
 """Tokenized groups: what the tokenizing process hands to the rank.
 
-Guarantees: numpy and the standard library only (no torch), so the type crosses a process boundary by pickle protocol 5 and a process
-that only tokenizes stays small; a group is pickled as four flat arrays, however many sequences it has; arrays of a sequence have one
-length; a group knows which of its members were refused, and why.
-Limitations: immutability of the arrays' content, which no one writes.
-Shapes: T tokens of one sequence.
+Guarantees: numpy and the standard library only (no torch), so the type crosses a process boundary by pickle protocol 5 and a process that
+only tokenizes stays small; a group is pickled as four flat arrays, however many sequences it has; arrays of a sequence have one length; a
+group knows which of its members were refused, and why. Limitations: immutability of the arrays' content, which no one writes. Shapes: T
+tokens of one sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,8 +56,8 @@ def first_positive(values_N: npt.NDArray[np.float32]) -> int | None:
 class TokenSequence:
     """One stretch of tokens that a model reads from its start; several per trajectory where its context was rewritten.
 
-    Example: a prompt of two tokens and an answer of one:
-    `TokenSequence(token_ids=[5, 6, 9], trainable=[False, False, True], logprobs=[nan, nan, -0.1])` (as arrays).
+    Example: a prompt of two tokens and an answer of one: `TokenSequence(token_ids=[5, 6, 9], trainable=[False, False, True], logprobs=[nan,
+    nan, -0.1])` (as arrays).
 
     Raises:
         ValueError: the arrays differ in length, there is no token, or the first token is trainable (nothing predicts it).

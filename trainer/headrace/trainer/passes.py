@@ -2,7 +2,7 @@
 
 In this order: the reference's log-probabilities, the learner's own before the step where `precalculate_logprobs` or the evaluation ask for
 them, the updates, the evaluation. A forward-only step scores its groups instead of training on them. Guarantees: every rank makes the same
-passes in the same order; what is only scored changes nothing that the updates see. Limitations: nothing of its own; a gradient that is not
+passes in the same order; what is only scored changes nothing that the updates see. A gradient that is not
 finite raises.
 """
 

@@ -199,9 +199,11 @@ async def _checked(settings: Settings, question: Question) -> tuple[ModelState, 
     route = await find_route(settings, open_store(settings.store.url, settings.s3), state, question.steps)
     asked = [record for record in route.records if record.step >= route.first]
     kept = question.publish is not None or question.keep is not None
-    anew = next((record for record in (asked if question.forks else asked[-1:] if kept else ()) if record.cut in RESTART_CUTS), None)
-    if anew is not None:
-        raise NothingToReplayError(f"step {anew.step} is {anew.cut}: it trained nothing and began again; choose steps before or behind it")
+    restart = next((record for record in (asked if question.forks else asked[-1:] if kept else ()) if record.cut in RESTART_CUTS), None)
+    if restart is not None:
+        raise NothingToReplayError(
+            f"step {restart.step} is {restart.cut}: it trained nothing and began again; choose steps before or behind it"
+        )
     await _check_excluded(settings, state, asked, question.exclude)
     if not question.forks:
         return state, route, None

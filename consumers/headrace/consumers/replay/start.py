@@ -46,7 +46,7 @@ class _Stored:
 
     step: int
     snapshot: WeightsRef
-    anew: bool = False
+    restarts: bool = False
     """No step before it leads to it."""
 
 
@@ -98,7 +98,7 @@ async def _bounds(settings: Settings, store: ObjectStore, state: ModelState, ste
             end = record.step
             snapshot = record.snapshot or between.get((record.step, record.attempt))
             if snapshot is not None:
-                once.append(_Stored(step=record.step, snapshot=snapshot, anew=record.cut in RESTART_CUTS))
+                once.append(_Stored(step=record.step, snapshot=snapshot, restarts=record.cut in RESTART_CUTS))
     first, last = steps.first or 1, end if steps.last is None else steps.last
     if end == 0:
         raise NothingToReplayError(f"{state.name} has no step yet")
@@ -112,7 +112,7 @@ def _nearest(store: ObjectStore, once: list[_Stored]) -> tuple[Start | None, int
     for gone, stored in enumerate(sorted(once, key=lambda stored: -stored.step)):
         if _exists(store, stored.snapshot):
             return Start(step=stored.step, snapshot=stored.snapshot), gone
-        if stored.anew:
+        if stored.restarts:
             raise NothingToReplayError(
                 f"step {stored.step} began again from a snapshot that is gone ({stored.snapshot.uri}): what came after can't be run again"
             )

@@ -6,7 +6,7 @@ there would train again or break what it found. Limitations: payloads behind cla
 
 Copying the groups that fit to where they are wanted: the work behind `headrace replay groups`.
 
-Guarantees: what can't be read is told at once and counted, the rest is copied. Limitations: continuing where an earlier copy was
+Guarantees: what cannot be read is reported at once and counted, the rest is copied. Limitations: continuing where an earlier copy was
 interrupted.
 """
 

@@ -2,8 +2,8 @@
 
 Guarantees: an engine says every few seconds that it lives, in one small record, and takes that back when it ends in order: one that was
 killed falls silent. One key for each engine and model, so that the topic holds what is served now; event ids are derived, so that the
-process that
-counts can drop the repeat after a kill (exactly-once rule 12). Limitations: an ack that Kafka does not take is logged, not kept.
+process that counts can drop the repeat after a kill (exactly-once rule 12). Limitations: an ack that Kafka does not take is logged, not
+kept.
 """
 
 import asyncio

@@ -2,9 +2,9 @@
 
 Guarantees: the engine serves while a version is downloaded; nothing unverified reaches it; a version that was overtaken while it was
 downloaded is not applied; a version is applied once in a process, by (incarnation, version, digest), and at least once over kills. What
-can't be downloaded after `_ATTEMPTS` or applied becomes a `WeightsFailed`, and the engine continues with what it has: an unreachable
-store is tried on and on, wrong content until a newer version comes.
-Limitations: stopping a download that runs in a thread; it is left to end by itself.
+can't be downloaded after `_ATTEMPTS` or applied becomes a `WeightsFailed`, and the engine continues with what it has: an unreachable store
+is tried on and on, wrong content until a newer version comes. Limitations: stopping a download that runs in a thread; it is left to end by
+itself.
 
 Downloaded weights on the local disk: verified, resumable, bounded.
 

@@ -2,10 +2,10 @@
 
 The config and the model's version decide which policy: version 0 (the base model, or the weights that the model began with), a step of the
 same model, the step a number of versions back, an adapter in the object store, or log-probabilities there. The ledger is read once for the
-weights of steps; later steps are noted as they are committed.
-Guarantees: a step's weights are checked against their committed digest. An adapter comes from the worker's object store only, never from a
-path or another host. A step does not begin if a sequence of it has no stored log-probability. Limitations: the ledger has the URI of an
-adapter or of log-probabilities, not their digest, because names in the store are never used again.
+weights of steps; later steps are noted as they are committed. Guarantees: a step's weights are checked against their committed digest. An
+adapter comes from the worker's object store only, never from a path or another host. A step does not begin if a sequence of it has no
+stored log-probability. Limitations: the ledger has the URI of an adapter or of log-probabilities, not their digest, because names in the
+store are never used again.
 """
 
 import asyncio

@@ -2,8 +2,7 @@
 
 `state` is committed. `draft` is a copy of the same record: `change` changes a field that the next commit writes. A transaction takes a
 `ModelChange`, which changes nothing; `apply` makes it the committed state. So a new field of a model is a field of `ModelState`, and the
-code that changes it.
-Guarantees: after a commit exactly the changes that it contained are marked as committed.
+code that changes it. Guarantees: after a commit exactly the changes that it contained are marked as committed.
 """
 
 from collections import Counter

@@ -1,11 +1,10 @@
 """The pipeline: the next step computes on the device while this step is stored and committed. At most one step is prepared.
 
 A prepared step waits for the device, runs, and is computed; at any time it is taken by the step that it is, or discarded. `PreparedPhase`
-and `is_transition_valid` are its state machine.
-Guarantees: a prepared step is used only if it is the step that would run after the commit: the same state, config, scalars and reference,
-and the very same groups. Until then it has no effect. If the commit fails, or a command removes the batch, the prepared step is discarded,
-and the committed state is restored as after any lost step (the committed-state-only invariant). Limitations: whether the plan writes a
-snapshot is not compared, because it changes nothing that is trained.
+and `is_transition_valid` are its state machine. Guarantees: a prepared step is used only if it is the step that would run after the commit:
+the same state, config, scalars and reference, and the very same groups. Until then it has no effect. If the commit fails, or a command
+removes the batch, the prepared step is discarded, and the committed state is restored as after any lost step (the committed-state-only
+invariant). Limitations: whether the plan writes a snapshot is not compared, because it changes nothing that is trained.
 """
 
 import asyncio

@@ -3,8 +3,7 @@
 Guarantees: a plan is a pure function of the batch, the config, the model's state and the step number, except its attempt, and whether a
 snapshot is due, which changes nothing that is trained. An evaluation set that is missing, that differs from the one that the job named, or
 of which no group can be scored, raises with the reason; its groups are no part of the model's batch policy, so groups without variance
-stay.
-Limitations: single groups of an evaluation set that can't be tokenized are left out, and the log counts them. Each step reads its set
+stay. Limitations: single groups of an evaluation set that can't be tokenized are left out, and the log counts them. Each step reads its set
 again.
 """
 

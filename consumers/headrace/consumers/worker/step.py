@@ -2,11 +2,10 @@
 
 1. the intent, where a clock, a job or a suspicion needs one; 2. the device at the committed state; 3. the plan; 4. the ranks, or the
 prepared step that ran already; 5. the next step is prepared; 6. report and files are stored; 7. ledger record and weights event; 8. the
-commit.
-Guarantees: a clock's decision, a job's start, and a batch that may have ended the worker before are intents in the log before their step
-runs (the intent-first and attempt-limit invariants). Files are durable before the commit (durable-before-commit). A worker counts a batch
-at most once, when its own computing begins, and takes that back when the batch waits for the end of an outage: the worker lives, so the
-batch does not end it. A step that fails `worker.max_step_attempts` times on this worker raises `BatchGivenUpError`, so that a poisonous
+commit. Guarantees: a clock's decision, a job's start, and a batch that may have ended the worker before are intents in the log before their
+step runs (the intent-first and attempt-limit invariants). Files are durable before the commit (durable-before-commit). A worker counts a
+batch at most once, when its own computing begins, and takes that back when the batch waits for the end of an outage: the worker lives, so
+the batch does not end it. A step that fails `worker.max_step_attempts` times on this worker raises `BatchGivenUpError`, so that a poisonous
 batch can't stop a lane. An outage is no failure: the step waits, and a computed step is not computed again. Limitations: one step of a lane
 at a time.
 """

@@ -8,10 +8,9 @@ the child's process id, then waits for the first of three events, and exits with
   without exec keeps the pipe's other end open.
 - The child ended by itself.
 
-Guarantees: SIGTERM first, SIGKILL after the grace; no child is left behind. If this process itself is killed, Linux
-sends the child SIGTERM (PR_SET_PDEATHSIG, safe here: the one thread that forks lives as long as the process).
-Limitations: on macOS a SIGKILL of this process leaves the child running.
-Only the standard library, no import of headrace: it stays small (about 10 MB) and starts in 20 ms.
+Guarantees: SIGTERM first, SIGKILL after the grace; no child is left behind. If this process itself is killed, Linux sends the child SIGTERM
+(PR_SET_PDEATHSIG, safe here: the one thread that forks lives as long as the process). Limitations: on macOS a SIGKILL of this process
+leaves the child running. Only the standard library, no import of headrace: it stays small (about 10 MB) and starts in 20 ms.
 """
 
 import contextlib

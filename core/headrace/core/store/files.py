@@ -1,13 +1,12 @@
 """A store in a folder, for one machine or a shared file system.
 
-Guarantees: an object appears by a hard link to a finished, fsynced file, which fails where the name is taken; every folder above it up
-to the store's is fsynced before a put returns. An object is missing only if the store itself is there: a folder that is missing or empty is
-a file system that is not mounted, and an outage (the first put leaves a hidden file, `.headrace-store`, so that no store is ever empty).
-New folders have mode 700, new files 600. Below the store's folder no symbolic link is followed: a key that leads through one can't be read,
-written or deleted, and `list` leaves links out.
-Limitations: a writer that is killed leaves a hidden partial file, which no reader sees until `sweep` removes it; SHA-256 is not stored
-(`head` has none); file systems without hard links do not work; a process that may write into the folder can put a link there between the
-check and the use.
+Guarantees: an object appears by a hard link to a finished, fsynced file, which fails where the name is taken; every folder above it up to
+the store's is fsynced before a put returns. An object is missing only if the store itself is there: a folder that is missing or empty is a
+file system that is not mounted, and an outage (the first put leaves a hidden file, `.headrace-store`, so that no store is ever empty). New
+folders have mode 700, new files 600. Below the store's folder no symbolic link is followed: a key that leads through one can't be read,
+written or deleted, and `list` leaves links out. Limitations: a writer that is killed leaves a hidden partial file, which no reader sees
+until `sweep` removes it; SHA-256 is not stored (`head` has none); file systems without hard links do not work; a process that may write
+into the folder can put a link there between the check and the use.
 """
 
 import contextlib

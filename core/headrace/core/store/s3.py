@@ -3,9 +3,8 @@
 Guarantees: puts are conditional (`If-None-Match: *`), also at the completion of a multipart upload; an object's SHA-256 is its metadata
 `sha256`. Multipart, parallel ranges and retries are boto3's transfer manager's. An answer that was cut off, or that boto3 does not
 understand, is `StoreUnavailableError`: an object is missing only if the server says so and its bucket exists, and differs only if it was
-read whole.
-Limitations: on a server that ignores the condition (AWS and S3Proxy heed it), two writers of one new name at the same moment are not told
-apart. A stream goes through a temporary file, since its digest is sent ahead of it.
+read whole. Limitations: on a server that ignores the condition (AWS and S3Proxy heed it), two writers of one new name at the same moment
+are not told apart. A stream goes through a temporary file, since its digest is sent ahead of it.
 """
 
 import contextlib

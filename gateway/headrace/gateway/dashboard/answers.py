@@ -1,4 +1,4 @@
-"""What the dashboard's pages are told, as JSON. Theirs alone: it changes with them, and no client should rest on it.
+"""What the dashboard's pages receive, as JSON. Theirs alone: it changes with them, and no client should rest on it.
 
 Times are ISO 8601 in UTC. A token's numbers stand in columns, null where it has none.
 """

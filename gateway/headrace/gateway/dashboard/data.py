@@ -35,7 +35,7 @@ from headrace.schemas.commands import CancelJob
 from headrace.schemas.topics import COMMANDS, JOBS, MODELS, STEPS, TRAINING_EVENTS, WEIGHT_ACKS, WEIGHTS
 
 GATHER_SECONDS = 0.25
-"""Changes that come so close together are told at once."""
+"""Changes that come so close together are reported together."""
 BEAT_SECONDS = 10.0
 _BY_MODEL = {COMMANDS, MODELS, STEPS, TRAINING_EVENTS, WEIGHTS}
 

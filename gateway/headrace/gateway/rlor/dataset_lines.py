@@ -1,10 +1,9 @@
 """Lines of a dataset: JSONL split into lines, and the form of a line in each format.
 
-A byte order mark at the beginning and empty lines are ignored. A line may end in CRLF, and the last one needs no line end.
-Guarantees: memory holds one line at most, of at most `MAX_LINE_BYTES`. A line that could hold more than `MAX_LINE_VALUES` values is not
-parsed, so that parsing never holds the interpreter for more than a fraction of a second. A fault names the place and the line, counted from
-1 with the empty ones.
-Limitations: only the first fault is named; brackets and commas inside texts count as values too.
+A byte order mark at the beginning and empty lines are ignored. A line may end in CRLF, and the last one needs no line end. Guarantees:
+memory holds one line at most, of at most `MAX_LINE_BYTES`. A line that could hold more than `MAX_LINE_VALUES` values is not parsed, so that
+parsing never holds the interpreter for more than a fraction of a second. A fault names the place and the line, counted from 1 with the
+empty ones. Limitations: only the first fault is named; brackets and commas inside texts count as values too.
 """
 
 import math

@@ -1,12 +1,11 @@
 """Uploads of a dataset's files: from a request, or from a signed address, to the object store and into the log.
 
 An upload goes to a temporary file, is checked there line by line, is stored, and then its record is written. A signed address accepts one
-file without a key, for an hour.
-Guarantees: an upload that breaks off, is too short or has an invalid line is not part of the dataset, whose `status` has the fault; a READY
-dataset does not change. An address is valid only for this dataset, file name and size, and not for a dataset that was created again under
-the name. All gateways with one `gateway.secrets_key` accept each other's addresses.
-Limitations: an upload that broke off cannot be continued. Without `gateway.secrets_key` an address is valid only at the gateway process
-that made it. An address cannot be withdrawn.
+file without a key, for an hour. Guarantees: an upload that breaks off, is too short or has an invalid line is not part of the dataset,
+whose `status` has the fault; a READY dataset does not change. An address is valid only for this dataset, file name and size, and not for a
+dataset that was created again under the name. All gateways with one `gateway.secrets_key` accept each other's addresses. Limitations: an
+upload that broke off cannot be continued. Without `gateway.secrets_key` an address is valid only at the gateway process that made it. An
+address cannot be withdrawn.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Datasets of the RLOR API: create, list, get, upload (multipart, or by a signed address), validate, delete.
 
 Guarantees: READY means that every line of every file was read and fits its format, and that all files are in the store. A READY dataset
-never changes.
-Limitations: no change after the creation, no splits, no transformations, no downloads.
+never changes. Limitations: no change after the creation, no splits, no transformations, no downloads.
 """
 
 import uuid

@@ -1,8 +1,7 @@
 """Models on deployments (LoRA load and unload): the models that a deployment's engines should have, and whether they have them.
 
 Guarantees: DEPLOYED means that an engine of the deployment reported this very version, or a later one of the same model, which it serves by
-this one's name too.
-Limitations: adapters are not merged into the base model; `replaceMergedAddon` removes the others.
+this one's name too. Limitations: adapters are not merged into the base model; `replaceMergedAddon` removes the others.
 """
 
 import hashlib

@@ -1,9 +1,8 @@
 """Deployments of the RLOR API: create, get, list, change, scale, delete.
 
 A deployment is a name that engines are started with (`headrace engine --deployment ID`); the gateway starts none. It is CREATING until one
-of its engines has reported the version that it serves, then READY; with `maxReplicaCount` 0 it is READY without engines.
-Guarantees: state of engines is only what they reported themselves. A killed engine counts until `gateway.engine_silence_seconds` without a
-heartbeat.
+of its engines has reported the version that it serves, then READY; with `maxReplicaCount` 0 it is READY without engines. Guarantees: state
+of engines is only what they reported themselves. A killed engine counts until `gateway.engine_silence_seconds` without a heartbeat.
 Limitations: an engine that never sends heartbeats counts for ever.
 """
 

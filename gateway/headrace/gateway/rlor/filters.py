@@ -7,8 +7,7 @@ tighter than AND: `a AND b OR c` is `a AND (b OR c)`. Values are numbers, true, 
 words. A `*` at either end of a text matches anything with = and !=. Times compare as times, durations as seconds, everything else as text.
 
 Guarantees: an invalid expression is rejected with the position of the fault. Length, nesting and the number of comparisons are bounded. A
-field that is not set matches != only.
-Limitations: no words without a field, functions or `:`, and no comparison of lists.
+field that is not set matches != only. Limitations: no words without a field, functions or `:`, and no comparison of lists.
 """
 
 import re

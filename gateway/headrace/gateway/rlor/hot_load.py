@@ -1,10 +1,10 @@
 """Hot load: a client asks a deployment's engines to load a snapshot, and watches each of them until they have.
 
 A step of a job with `hotLoadDeploymentId`, or of a deployment's trainer, writes the manifest of its version as
-`deployments/<folder>/<identity>/manifest.json`; the identity is in the ledger.
-Guarantees: an engine has a snapshot when it reported that itself; until then its former one is shown, and the requested one as the target.
-Limitations: no deltas: every load is of the whole snapshot, even if the metadata names a delta. The download and the load after it are one
-stage. A prompt cache never outlives a version here, so `reset_prompt_cache` is stored without an effect.
+`deployments/<folder>/<identity>/manifest.json`; the identity is in the ledger. Guarantees: an engine has a snapshot when it reported that
+itself; until then its former one is shown, and the requested one as the target. Limitations: no deltas: every load is of the whole
+snapshot, even if the metadata names a delta. The download and the load after it are one stage. A prompt cache never outlives a version
+here, so `reset_prompt_cache` is stored without an effect.
 """
 
 from typing import Annotated, Literal

@@ -2,8 +2,7 @@
 
 Guarantees: a model does not exist before its step begins, is UPLOADING while it runs and READY once it is committed; models of a deleted
 job stay. In inference, a model's name is its version, and a deployment's name is the version that its engines should serve, or its base
-model.
-Limitations: models cannot be uploaded. A deletion removes the name, not the weights. Inference does not choose the engines of one
+model. Limitations: models cannot be uploaded. A deletion removes the name, not the weights. Inference does not choose the engines of one
 deployment: any engine that serves the version may answer.
 """
 

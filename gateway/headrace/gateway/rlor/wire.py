@@ -3,8 +3,7 @@
 Guarantees: field names come in as camelCase or snake_case and go out as camelCase. 64-bit integers go out as strings and come in as either.
 Times are RFC 3339 with `Z`, durations are `"1800s"`, enums are their names. Null means that the key is absent; so does 0 in the fields that
 a model lists in `zero_is_unset`. Unknown keys and output-only fields are ignored. An error names the place of each fault, without its
-value.
-Limitations: an absent field and one with its default value are the same, as in protojson. `body_limit.py` bounds the size of bodies.
+value. Limitations: an absent field and one with its default value are the same, as in protojson. `body_limit.py` bounds the size of bodies.
 """
 
 import re

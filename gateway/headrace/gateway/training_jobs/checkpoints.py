@@ -2,8 +2,8 @@
 
 Guarantees: ids are the same in every gateway and after every start; a version is listed as soon as its step is committed; a deleted one is
 neither listed nor served by its name as soon as the answer is given. Deleting the newest is allowed: the model continues from it, and its
-name without a step still means it.
-Limitations: deleting at once what recovery may still need; the lane's owner deletes files when nothing needs them.
+name without a step still means it. Limitations: deleting at once what recovery may still need; the lane's owner deletes files when nothing
+needs them.
 """
 
 import uuid

@@ -1,7 +1,7 @@
 """`POST /v1/preview/sft-training-jobs`: supervised fine-tuning on conversations that lie in the object store.
 
 Guarantees: as of a training job: a 200 is given when groups, job, document and the gateway's note are committed; the groups are in the
-store before. All faults of the config, or else all lines that are no example, are told at once. Limitations: more than one line of the
+store before. All faults of the config, or else all lines that are no example, are reported at once. Limitations: more than one line of the
 data in memory; data that changes while it is read.
 """
 

@@ -1,7 +1,7 @@
 """`POST /v1/preview/training-jobs`: groups, the job's record, its document and the gateway's own note, in one transaction.
 
 Guarantees: a 200 is given when all of it is committed, and then every gateway has it; a refused or failed request has written nothing to
-Kafka; all faults of a body are told at once. Limitations: judging what only the trainer can; see `groups`.
+Kafka; all faults of a body are reported at once. Limitations: judging what only the trainer can; see `groups`.
 
 When two requests are one job (exactly-once rule 17, design section 12).
 

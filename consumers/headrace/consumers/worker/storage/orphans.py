@@ -5,12 +5,11 @@ committed one is looked up in the ledger, and the others are. Only attempts of t
 
 Guarantees: nothing is deleted that `models` or the ledger refers to, since an attempt goes only where the committed one of its step is
 known to be another, or where the step is beyond all that is committed. The order makes it sound against a frozen owner: first list, then
-prove the ownership by a commit, then judge by the states that this commit has. The process that is owner then has been it all the time,
-so the list
-holds no attempt of a later owner, and what is an orphan now will be one for ever: deleting may take as long as it likes. Published
-weights are whole or (a future format) build upon committed ones, and so need nothing else. The ledger is read from the time of the files
-at hand, and only where a step has several attempts.
-Limitations: a lone attempt of an earlier incarnation, which may be the committed one; clocks of store and broker that differ by an hour.
+prove the ownership by a commit, then judge by the states that this commit has. The process that is owner then has been it all the time, so
+the list holds no attempt of a later owner, and what is an orphan now will be one for ever: deleting may take as long as it likes. Published
+weights are whole or (a future format) build upon committed ones, and so need nothing else. The ledger is read from the time of the files at
+hand, and only where a step has several attempts. Limitations: a lone attempt of an earlier incarnation, which may be the committed one;
+clocks of store and broker that differ by an hour.
 """
 
 import asyncio

@@ -2,10 +2,8 @@
 
 Guarantees: names carry model, incarnation, step and attempt, and always mean the same bytes (exactly-once rule 14); when `store_step`
 returns, every file is durable, every manifest was written last, and everything was read back whole with its digest. Files that come back
-damaged are deleted and stored once more: nothing refers to an attempt before its commit.
-Limitations: damage after the reading back is found by who fetches the files. `headrace.consumers.worker.storage.orphans` deletes what a
-lost attempt
-left.
+damaged are deleted and stored once more: nothing refers to an attempt before its commit. Limitations: damage after the reading back is
+found by who fetches the files. `headrace.consumers.worker.storage.orphans` deletes what a lost attempt left.
 
 Folders of steps in the object store: how they are called, which there are, and how one goes.
 
