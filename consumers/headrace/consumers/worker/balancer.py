@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 1000
 _METADATA_AGE_MS = 3000
 _LOOK_SECONDS = 5.0
+_LOOK_DEADLINE_SECONDS = 5.0
 _STOP_SECONDS = 5.0
 _PATIENT_LOOKS = 3
 """A lane that has no owner in so many looks in a row is not one that a rebalance is about to assign."""
@@ -149,7 +150,7 @@ class Balancer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is 
                 continue
             unowned: frozenset[int] = frozenset()
             with suppress(HeadraceError, TimeoutError):
-                async with deadline(_LOOK_SECONDS):
+                async with deadline(_LOOK_DEADLINE_SECONDS):
                     unowned = await self._unowned()
             looks = [*looks, unowned][-_PATIENT_LOOKS:]
             if len(looks) == _PATIENT_LOOKS and (left := frozenset.intersection(*looks)):

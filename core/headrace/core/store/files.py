@@ -262,10 +262,12 @@ class FileStore(ObjectStore):
     def _make(self) -> None:
         """Make the store's folder, durably, with the file that says that it is one; once only: a store that vanishes is not made again."""
         mark = self._root / STORE_FILE
+        # Read before the look at the disk: another thread may make the store between that look and this line's use.
+        was_made = self._made
         if mark.exists():
             self._made = True
             return
-        if self._made:
+        if was_made:
             raise StoreMisconfiguredError(
                 f"the store's folder {self._root} was there and is gone: mount it, or restart with another store.url"
             )
