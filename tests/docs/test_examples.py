@@ -20,11 +20,11 @@ from headrace.schemas.state import StepRecord
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-async def output_of(settings: Settings, name: str, model_id: str, **environment: str) -> str:
+async def output_of(settings: Settings, name: str, *arguments: str, **environment: str) -> str:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         EXAMPLES / name,
-        model_id,
+        *arguments,
         env=os.environ | environment_of(settings) | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -34,16 +34,23 @@ async def output_of(settings: Settings, name: str, model_id: str, **environment:
     return output.decode()
 
 
-async def test_the_tool_agent_samples_from_the_engine_and_its_groups_train(shared: Settings, tmp_path: Path) -> None:
-    model = await learner(shared, "tool-agent", groups_per_step=2)
+async def test_agents_sample_from_the_engine_and_their_groups_train(shared: Settings, tmp_path: Path) -> None:
+    """The agent with a tool, and one that is a program of its own and does not import Headrace."""
+    model = await learner(shared, "example-agents", groups_per_step=2)
     async with (
         AIOKafkaProducer(**client_options(shared.kafka, "test")) as kafka,
         following(shared, model.model_id) as seen,
         running(Site(shared, kafka, tmp_path)) as client,
     ):
-        output = await output_of(shared, "tool_agent.py", model.model_id, ENGINE_URL=str(client.base_url))
+        engine = str(client.base_url)
+        output = await output_of(shared, "tool_agent.py", model.model_id, ENGINE_URL=engine)
         assert output.count("offset=") == 2
         assert await seen.until(StepRecord, 1)
+        plain = [sys.executable, str(EXAMPLES / "plain_agent.py")]
+        output = await output_of(shared, "agent_process.py", model.model_id, *plain, ENGINE_URL=engine)
+        assert (output.count("offset="), output.count("failed=0")) == (2, 2)
+        await seen.until(StepRecord, 2)
+        assert seen.of(StepRecord)[-1].metrics["trainable_tokens"] > 0
 
 
 async def test_supervised_examples_train_first_and_then_rewards(shared: Settings) -> None:
