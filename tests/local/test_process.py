@@ -1,8 +1,10 @@
 """Programs that this process waits for, when the waiting is interrupted."""
 
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -47,4 +49,22 @@ def test_an_interrupt_before_java_has_told_its_number_ends_it_first(interrupt: N
         patch.setattr("sys.executable", str(slow))
         with pytest.raises(InterruptedHere):
             JavaProcess(Path("java"), ["61.25"], jars=[], output=tmp_path / "out", lock=lock)
+    assert not programs_that_sleep()
+
+
+def test_an_interrupt_while_a_program_is_being_started_ends_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        program = start(*arguments, **options)
+        signal.raise_signal(signal.SIGTERM)  # the program runs, and no one has its handle yet
+        return program
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_java(["sleep", "61.25"], jars=[], timeout_s=60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert not programs_that_sleep()

@@ -15,6 +15,7 @@ from headrace.core.checkup import Finding
 from headrace.core.settings import Settings
 
 TRAINER_PACKAGES = ("torch", "transformers", "deepspeed", "peft")
+TRAINER_ADVICE = "install the extra `trainer`, from a clone: pip install '.[trainer]'"
 
 
 class Role(StrEnum):
@@ -67,7 +68,7 @@ def _packages() -> list[Finding]:
         try:
             findings.append(Finding(name=name, ok=True, detail=version(name)))
         except PackageNotFoundError:
-            findings.append(Finding(name=name, ok=False, detail="not installed", advice="pip install 'headrace[trainer]'"))
+            findings.append(Finding(name=name, ok=False, detail="not installed", advice=TRAINER_ADVICE))
     return findings
 
 
@@ -76,7 +77,7 @@ def _devices() -> list[Finding]:
     try:
         import torch  # noqa: PLC0415 - it takes seconds
     except (ImportError, OSError) as error:
-        return [Finding(name="devices", ok=False, detail=f"torch can't be imported: {error}", advice="pip install 'headrace[trainer]'")]
+        return [Finding(name="devices", ok=False, detail=f"torch can't be imported: {error}", advice=TRAINER_ADVICE)]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     cpu = f"CPU, {torch.get_num_threads()} threads (float32)"
     return [Finding(name="devices", ok=True, detail=", ".join(gpus) or cpu)]

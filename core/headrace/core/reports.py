@@ -124,7 +124,9 @@ def open_rows(body: bytes) -> PackedRows:
         from safetensors import SafetensorError  # noqa: PLC0415  (part of an extra)
         from safetensors.numpy import load  # noqa: PLC0415
     except ImportError as error:
-        raise RowsUnreadableError("reading rows needs the package safetensors: install headrace[gateway] or headrace[trainer]") from error
+        raise RowsUnreadableError(
+            "reading rows needs the package safetensors: install the extra `gateway`, from a clone: pip install '.[gateway]'"
+        ) from error
     try:
         arrays: Arrays = load(body)
     except SafetensorError as error:

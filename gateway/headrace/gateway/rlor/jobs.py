@@ -269,7 +269,7 @@ def _no_effect(raw: dict[str, Any], fields: JobFields) -> tuple[str, ...]:
     if fields.wandb_config is None or not fields.wandb_config.enabled:
         return names
     if not can_track():
-        return (*names, "wandbConfig (this gateway lacks the extra headrace[wandb])")
+        return (*names, "wandbConfig (this gateway is installed without the extra `wandb`)")
     return names if fields.wandb_config.api_key or is_offline() else (*names, f"wandbConfig ({NO_KEY})")
 
 
