@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from headrace.gateway.access import KnownCaller
-from headrace.gateway.rlor import datasets, deployments, jobs, loading, models
+from headrace.gateway.rlor import checkpoints, datasets, deployments, jobs, loading, models
 from headrace.gateway.rlor.resources import Wire
 
 _accounts = APIRouter(prefix="/v1/accounts", tags=["RLOR: accounts"])
@@ -38,7 +38,7 @@ async def list_accounts(
 router = APIRouter()
 router.include_router(_accounts)
 for _part in (
-    *(datasets.router, jobs.router, models.checkpoint_router, models.router),
+    *(datasets.router, jobs.router, checkpoints.router, models.router),
     *(deployments.router, loading.router, loading.hot_load_router),
 ):
     router.include_router(_part)

@@ -1,32 +1,26 @@
-"""Models of the RLOR API (names that clients gave to versions, and base models) and checkpoints (the versions of a job's model).
+"""Models of the RLOR API: names that clients gave to versions, and base models.
 
 In inference, a model's name is its version, and a deployment's name is the version that its engines should serve, or its base model.
-A checkpoint is named `accounts/<account>/rlorTrainerJobs/<job>/checkpoints/<job>-v<version>`; `:promote` needs the last part only.
 Guarantees: a model does not exist before its step begins, is UPLOADING while it runs and READY once it is committed. Models of a deleted
-job stay; its checkpoints can be listed and promoted while its record exists. A promotion is committed when it is answered.
-Limitations: models cannot be uploaded, checkpoints cannot be downloaded. A deletion removes the name, not the weights. Inference does not
-choose the engines of one deployment: any engine that serves the version may answer.
+job stay.
+Limitations: models cannot be uploaded. A deletion removes the name, not the weights. Inference does not choose the engines of one
+deployment: any engine that serves the version may answer.
 """
 
-import re
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import Field
 
 from headrace.core.model_views import ModelView
 from headrace.gateway.access import Caller, KnownCaller
-from headrace.gateway.facts import write_fact
 from headrace.gateway.gate import Gate, OpenGate
-from headrace.gateway.log_writer import Turn
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.deployment_state import DeployedState, find_deployed_models, find_deployment, find_load_target
 from headrace.gateway.rlor.filters import ReadMask, resource_response
-from headrace.gateway.rlor.job_status import KIND, Job, find_job, lock_job
-from headrace.gateway.rlor.lists import ListParameters, cut_page, list_page
+from headrace.gateway.rlor.lists import ListParameters, list_page
 from headrace.gateway.rlor.resources import (
     PROJECT,
     Empty,
@@ -38,14 +32,11 @@ from headrace.gateway.rlor.resources import (
     check_id,
     delete_records,
     find_record,
-    parse_as,
-    read_object,
     records_under,
-    request_body,
     resource_id,
     resource_name,
 )
-from headrace.gateway.step_history import BriefStep, StepHistory
+from headrace.gateway.step_history import BriefStep
 from headrace.gateway.tables import Tables
 from headrace.schemas.base import utc_now
 from headrace.schemas.jobs import JobState
@@ -54,7 +45,6 @@ from headrace.schemas.training import ModelSettings
 from headrace.schemas.weights import WeightsPublished
 
 router = APIRouter(prefix="/v1/accounts/{account}/models", tags=["RLOR: models"])
-checkpoint_router = APIRouter(prefix="/v1/accounts/{account}", tags=["RLOR: jobs"])
 
 
 class PeftDetails(Wire):
@@ -325,110 +315,3 @@ def _resource(tables: Tables, model: NamedModel) -> ModelObject:
         served_as=None if entry is None else f"{alias.model_id}@{entry.step}",
         hot_load_identity=None if entry is None else entry.hot_load_identity,
     )
-
-
-_CHECKPOINT = re.compile(r"^(?P<job>.+)-v(?P<version>[1-9]\d{0,8})$")
-
-
-class Checkpoint(Wire):
-    """A version of a job's model."""
-
-    name: str
-    create_time: Timestamp
-    update_time: Timestamp
-    checkpoint_type: str
-    promotable: bool = True
-    restore_reference: str
-    """Not in the hosted API: the folder of the weights in the object store."""
-
-
-class CheckpointList(ListPage):
-    """A page of checkpoints."""
-
-    checkpoints: list[Checkpoint]
-
-
-class Promotion(Wire):
-    """Body of `:promote`."""
-
-    output_model: str = Field(min_length=1)
-    trainer_job_id: str = ""
-    base_model: str = ""
-    async_promotion: bool = False
-    hot_load_deployment_id: str = ""
-
-
-class PromotedModel(Wire):
-    """The model that a checkpoint became."""
-
-    name: str
-    state: str = "READY"
-    kind: str
-
-
-class Promoted(Wire):
-    """Answer of `:promote`."""
-
-    model: PromotedModel
-
-
-@checkpoint_router.get("/rlorTrainerJobs/{job_id}/checkpoints", response_model_exclude_none=True)
-async def list_checkpoints(
-    account: OwnAccount,
-    job_id: str,
-    gate: OpenGate,
-    page_size: Annotated[int | None, Query(alias="pageSize")] = None,
-    page_token: Annotated[str, Query(alias="pageToken")] = "",
-) -> CheckpointList:
-    """The checkpoints of a job."""
-    tables = await gate.view.fresh()
-    job = find_job(tables, account, job_id)
-    history = _find_history(tables, job)
-    steps = [(str(step), step) for step in history.numbers]
-    shown, next_token = cut_page(steps, size=page_size, token=page_token, call=("checkpoints", account, job_id))
-    rows = [_checkpoint(job, entry) for step in shown if (entry := history.find(step)) is not None]
-    return CheckpointList(checkpoints=rows, next_page_token=next_token, total_size=len(steps))
-
-
-@checkpoint_router.post("/checkpoints/{checkpoint}:promote", openapi_extra=request_body(Promotion), response_model_exclude_none=True)
-async def promote(account: OwnAccount, checkpoint: str, request: Request, caller: KnownCaller, gate: OpenGate) -> Promoted:
-    """Give a checkpoint a name as an output model, which can be loaded and trained further."""
-    body = parse_as(Promotion, await read_object(request))
-    named = _CHECKPOINT.match(checkpoint)
-    if named is None:
-        raise ProblemError(404, f"{resource_name(account, 'checkpoints', checkpoint)[:300]} does not exist")
-    job_id = resource_id(account, KIND, body.trainer_job_id, "trainer_job_id") if body.trainer_job_id else named["job"]
-    async with lock_job(gate, account, job_id) as tables:
-        job = find_job(tables, account, job_id)
-        version = int(named["version"])
-        if named["job"] != job_id or _find_history(tables, job).find(version) is None:
-            raise ProblemError(404, f"{job.name} has no checkpoint {checkpoint[:100]!r}: list its checkpoints")
-        output = check_output_model(tables, gate, account, body.output_model, "output_model")
-        alias = ModelAlias(account=account, id=output, job=job_id, model_id=job.record.model_id, version=version, owner=caller.owner)
-        key = model_alias_key(account, output)
-        await write_fact(gate, alias, turn=Turn.while_unchanged(account, gate.view.tables.facts, {key: None}))
-    return Promoted(
-        model=PromotedModel(name=resource_name(account, "models", output), kind=_checkpoint_kind(job, "HF_PEFT_ADDON", "HF_BASE_MODEL"))
-    )
-
-
-def _find_history(tables: Tables, job: Job) -> StepHistory:
-    view = tables.model(job.record.model_id)
-    if view is None or job.record.deleted_at is not None:
-        found = tables.steps.get(job.record.model_id)
-        return StepHistory("", 0) if found is None else found
-    return tables.history(view)
-
-
-def _checkpoint(job: Job, entry: BriefStep) -> Checkpoint:
-    return Checkpoint(
-        name=f"{job.name}/checkpoints/{job.record.id}-v{entry.step}",
-        create_time=entry.committed_at,
-        update_time=entry.committed_at,
-        checkpoint_type=_checkpoint_kind(job, "CHECKPOINT_TYPE_INFERENCE_LORA", "CHECKPOINT_TYPE_INFERENCE_BASE"),
-        restore_reference=entry.weights.uri,
-    )
-
-
-def _checkpoint_kind(job: Job, lora: str, full: str) -> str:
-    return lora if job.fields.training_config.lora_rank else full
