@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from tests.core.ledgers import record, write
 
-from headrace.consumers.replay.changes import Asked, ChangeError, weights_distance
+from headrace.consumers.replay.changes import ChangeError, OptionChanges, weights_distance
 from headrace.consumers.replay.start import NothingToReplayError, find_route
 from headrace.core.errors import HeadraceError
 from headrace.core.ledger import StepRange
@@ -26,7 +26,7 @@ MODEL = ModelSettings(base_model="tiny", optimizer=OptimizerSettings(beta1=0.5, 
 
 
 def test_options_are_read_as_json_or_as_they_stand() -> None:
-    asked = Asked.parse(["learning_rate=1e-4", "loss_fn=ppo", "scale_rewards=false", "epsilon_high=null", "optimizer.beta1=0.8"])
+    asked = OptionChanges.parse(["learning_rate=1e-4", "loss_fn=ppo", "scale_rewards=false", "epsilon_high=null", "optimizer.beta1=0.8"])
     assert asked.config == TrainConfig(learning_rate=1e-4, loss_fn="ppo", scale_rewards=False, epsilon_high=None)
     assert "epsilon_high" in asked.config.model_fields_set
     assert asked.settings(MODEL).optimizer == OptimizerSettings(beta1=0.8, weight_decay=0.3)
@@ -48,16 +48,16 @@ def test_options_are_read_as_json_or_as_they_stand() -> None:
 )
 def test_what_is_no_option_or_no_value_of_it_is_refused_with_its_name(texts: list[str], said: str) -> None:
     with pytest.raises(ChangeError) as refused:
-        Asked.parse(texts).settings(MODEL)
+        OptionChanges.parse(texts).settings(MODEL)
     assert said in str(refused.value)
 
 
 def test_what_does_not_fit_the_model_is_refused() -> None:
-    Asked.parse(["packed_sequence_length=64"]).settings(MODEL)
+    OptionChanges.parse(["packed_sequence_length=64"]).settings(MODEL)
     with pytest.raises(
         ChangeError, match=r"--set does not fit the model: train.packed_sequence_length=128 is above max_sequence_tokens=64"
     ):
-        Asked.parse(["packed_sequence_length=128"]).settings(MODEL)
+        OptionChanges.parse(["packed_sequence_length=128"]).settings(MODEL)
 
 
 def test_times_are_how_long_ago_or_iso() -> None:

@@ -60,12 +60,6 @@ def test_an_expression_does_not_hold_where_no_single_trajectory_fits(text: str, 
     assert not Where.parse(text).fits(group)
 
 
-def test_a_group_without_an_id_is_called_by_its_place() -> None:
-    unnamed = sampled(make_group())
-    assert Where.parse("group_id == '0-17'").fits(unnamed, "0-17")
-    assert not Where.parse("group_id == '0-17'").fits(unnamed)
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

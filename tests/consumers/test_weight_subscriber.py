@@ -8,7 +8,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from safetensors.torch import load_file, save_file
 from tests.poison import write_poison
 
-from headrace.consumers.subscribers.weight_adapters import CallableAdapter, LocalEngineAdapter
+from headrace.consumers.subscribers.weight_applier import CallableAdapter, LocalEngineAdapter
 from headrace.consumers.subscribers.weight_subscriber import ModelDeletedError, WeightSubscriber
 from headrace.core.kafka import KafkaUnavailableError
 from headrace.core.lanes import lane_of

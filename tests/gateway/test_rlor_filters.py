@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.field_paths import field_path
-from headrace.gateway.rlor.filters import parse_filter
+from headrace.gateway.rlor.filters import field_path, parse_filter
 from headrace.gateway.rlor.job_status import RlorTrainerJob
 
 JOB: dict[str, Any] = {

@@ -22,7 +22,7 @@ from tests.gateway.conftest import running as running_gateway
 from tests.worker.conftest import WorkerProcess, following, learner, settings_of
 from tests.worker.groups import group
 
-from headrace.consumers.subscribers.weight_adapters import CallableAdapter
+from headrace.consumers.subscribers.weight_applier import CallableAdapter
 from headrace.consumers.subscribers.weight_subscriber import WeightSubscriber
 from headrace.core.kafka import client_options
 from headrace.core.local import LocalBroker

@@ -12,7 +12,7 @@ from aiokafka import AIOKafkaProducer
 from tests.worker.groups import group
 from tests.worker.stage import SOON, Stage, offsets_of
 
-from headrace.consumers.subscribers.weight_adapters import CallableAdapter
+from headrace.consumers.subscribers.weight_applier import CallableAdapter
 from headrace.consumers.subscribers.weight_subscriber import WeightSubscriber
 from headrace.core.durability import durability
 from headrace.core.fetching import fetch_offsets

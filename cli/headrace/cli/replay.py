@@ -15,12 +15,12 @@ from rich.console import Console
 
 from headrace.cli.arguments import Project, model_id, number
 from headrace.cli.compare import print_options, print_side_by_side
-from headrace.consumers.replay.changes import Asked
+from headrace.consumers.replay.changes import OptionChanges
+from headrace.consumers.replay.copying import Copied, copy_groups, trained_offsets
 from headrace.consumers.replay.groups import Selection, Unusable
 from headrace.consumers.replay.run import ReplayedStep
 from headrace.consumers.replay.session import Outcome, Question, answer
 from headrace.consumers.replay.start import Route
-from headrace.consumers.replay.targets import Copied, copy_groups, trained_offsets
 from headrace.consumers.replay.where import Where
 from headrace.consumers.worker.rerun import CannotRerunError, Rerun
 from headrace.core.ledger import StepRange, ranges_text
@@ -249,7 +249,7 @@ def replay(  # noqa: PLR0917 - typer passes them by name
     question = Question(
         model_id=asyncio.run(model_id(settings, project, str(model))),
         steps=StepRange.parse(str(steps)),
-        changes=Asked.parse(set_ or ()),
+        changes=OptionChanges.parse(set_ or ()),
         exclude=frozenset(exclude or ()),
         ranks=ranks,
         publish=None if publish_to is None else (project or "default", publish_to),
@@ -299,7 +299,7 @@ def groups(  # noqa: PLR0917 - typer passes them by name
         shadowed = None if view.state is None else view.state.shadow_of
         offsets = None if chosen is None else await trained_offsets(settings, view.model_id, chosen, shadowed)
         selection = Selection(since=first, until=last, offsets=offsets, group_ids=frozenset(group or ()), where=condition)
-        return await copy_groups(settings, shadowed or view.model_id, selection, to, bootstrap=to_bootstrap, say=_say)
+        return await copy_groups(settings, shadowed or view.model_id, selection, to, bootstrap=to_bootstrap, report=_say)
 
     try:
         copied = asyncio.run(run())

@@ -1,6 +1,6 @@
-"""What reads Headrace's topics: the worker that trains, subscribers to events, and the way of weights into rollout engines.
+"""The readers of Headrace's topics: the worker that trains, subscribers to events, and weight subscribers of rollout engines.
 
-Guarantees: importing this package pulls in neither torch nor faststream; a name is loaded when it is first used.
+Guarantees: importing this package imports neither torch nor faststream; a name is loaded when it is first used.
 """
 
 from importlib import import_module
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.consumers.subscribers.events import Events
-    from headrace.consumers.subscribers.weight_adapters import CallableAdapter, LocalEngineAdapter, WeightAdapter
+    from headrace.consumers.subscribers.weight_applier import CallableAdapter, LocalEngineAdapter, WeightAdapter
     from headrace.consumers.subscribers.weight_subscriber import WeightSubscriber
     from headrace.engine.sampling.generation import Generation
     from headrace.engine.sampling.local_engine import LocalEngine
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["CallableAdapter", "Events", "Generation", "LocalEngine", "LocalEngineAdapter", "WeightAdapter", "WeightSubscriber"]
 
 _MODULES = {
-    "CallableAdapter": "headrace.consumers.subscribers.weight_adapters",
+    "CallableAdapter": "headrace.consumers.subscribers.weight_applier",
     "Events": "headrace.consumers.subscribers.events",
     "Generation": "headrace.engine.sampling.generation",
     "LocalEngine": "headrace.engine.sampling.local_engine",
-    "LocalEngineAdapter": "headrace.consumers.subscribers.weight_adapters",
-    "WeightAdapter": "headrace.consumers.subscribers.weight_adapters",
+    "LocalEngineAdapter": "headrace.consumers.subscribers.weight_applier",
+    "WeightAdapter": "headrace.consumers.subscribers.weight_applier",
     "WeightSubscriber": "headrace.consumers.subscribers.weight_subscriber",
 }
 

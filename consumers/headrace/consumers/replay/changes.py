@@ -1,14 +1,9 @@
-"""What a fork does otherwise, as people write it: `learning_rate=1e-4`, `optimizer.beta1=0.8`.
+"""The changes of a fork (`--set learning_rate=1e-4 --set optimizer.beta1=0.8`), and how far its weights are from the original's.
 
-Guarantees: a field that there is not, a value outside its range and two options that contradict each other are refused before anything
-runs, with the field's name. Limitations: what is not an option of training: which groups a step has is the ledger's.
-
-How far the weights of a fork are from the original's: Euclidean distances, tensor by tensor and over all.
-
-    relative = ||ours - theirs|| / ||theirs||
-
-Guarantees: float64 sums, whatever the weights are stored as; tensors that only one side has are refused, since nothing could be said of
-them. An adapter is compared factor by factor, not as the product of both. Blocks, and imports torch.
+Guarantees: an unknown field, a value outside its range and two options that contradict each other are rejected before anything runs, with
+the field's name. Distances are Euclidean, tensor by tensor and over all, as float64 sums: `relative = ||ours - theirs|| / ||theirs||`.
+Limitations: only training options can change; the ledger decides which groups a step has. An adapter is compared factor by factor, not as
+the product of both.
 """
 
 import math
@@ -26,6 +21,7 @@ from headrace.schemas.training import ModelSettings, OptimizerSettings, TrainCon
 M = TypeVar("M", bound=BaseModel)
 
 _OPTIMIZER = "optimizer."
+_NULLABLE = {"epsilon_high", "optimizer.schedule_updates"}
 
 
 class ChangeError(HeadraceError):
@@ -33,7 +29,7 @@ class ChangeError(HeadraceError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class OptionChanges:
     """Changes to the training of a model."""
 
     config: TrainConfig | None = None
@@ -42,24 +38,25 @@ class Asked:
     """Fields of the model's optimizer settings."""
 
     @classmethod
-    def parse(cls, texts: Iterable[str]) -> "Asked":
-        """From `name=value` each; a value is JSON, or a text as it stands.
+    def parse(cls, texts: Iterable[str]) -> "OptionChanges":
+        """From `name=value` each; a value is JSON, or else a text.
 
         Raises:
-            ChangeError: no such field, a value that it can't have, or a field twice.
+            ChangeError: no such field, an invalid value, or a field twice.
         """
-        said: dict[str, Any] = {}
+        given: dict[str, Any] = {}
+        known = [*TrainConfig.model_fields, *(f"{_OPTIMIZER}{field}" for field in OptimizerSettings.model_fields)]
         for text in texts:
-            name, equals, value = text.partition("=")
-            name = name.strip()
-            if not equals or not value.strip():
+            name, _, value = (part.strip() for part in text.partition("="))
+            if not value:
                 raise ChangeError(f"--set {text!r}: write it as learning_rate=1e-4")
-            if name in said:
+            if name in given:
                 raise ChangeError(f"--set {name}: it is set twice")
-            _check_name(name)
-            said[name] = _value(name, value.strip())
-        config = {name: value for name, value in said.items() if not name.startswith(_OPTIMIZER)}
-        optimizer = {name.removeprefix(_OPTIMIZER): value for name, value in said.items() if name.startswith(_OPTIMIZER)}
+            if name not in known:
+                raise ChangeError(f"--set {name}: there is no such option; there are {', '.join(sorted(known))}")
+            given[name] = _value(name, value)
+        config = {name: value for name, value in given.items() if not name.startswith(_OPTIMIZER)}
+        optimizer = {name.removeprefix(_OPTIMIZER): value for name, value in given.items() if name.startswith(_OPTIMIZER)}
         return cls(config=_validated(TrainConfig, config) if config else None, optimizer=optimizer or None)
 
     def settings(self, model: ModelSettings) -> ModelSettings:
@@ -77,19 +74,13 @@ class Asked:
         return model.model_copy(update={"optimizer": optimizer})
 
 
-def _check_name(name: str) -> None:
-    known = [*TrainConfig.model_fields, *(f"{_OPTIMIZER}{field}" for field in OptimizerSettings.model_fields)]
-    if name not in known:
-        raise ChangeError(f"--set {name}: there is no such option; there are {', '.join(sorted(known))}")
-
-
 def _value(name: str, text: str) -> Any:  # noqa: ANN401 - JSON
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         value = text
     # A null hides nothing of the config below it, so it would be a change that changes nothing.
-    if value is None and name not in {"epsilon_high", "optimizer.schedule_updates"}:
+    if value is None and name not in _NULLABLE:
         raise ChangeError(f"--set {name}=null: null stands for what the step's own config says; give the value itself")
     return value
 
@@ -98,15 +89,11 @@ def _validated(schema: type[M], fields: dict[str, Any], prefix: str = "") -> M:
     try:
         return schema.model_validate(fields)
     except ValidationError as error:
-        raise ChangeError(f"--set {_first(error, prefix)}") from None
-
-
-def _first(error: ValidationError, prefix: str = "") -> str:
-    fault = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in fault["loc"])
-    what = str(fault["msg"]).removeprefix("Value error, ")
-    # Two fields that contradict each other are no one field's fault: the message names both.
-    return f"{prefix}{where}: {what}" if where else f"{prefix.rstrip('.')}: {what}".removeprefix(": ")
+        fault = error.errors(include_url=False, include_input=False)[0]
+        # Two fields that contradict each other have no place: the message names both.
+        where = prefix + ".".join(str(part) for part in fault["loc"])
+        what = str(fault["msg"]).removeprefix("Value error, ")
+        raise ChangeError(f"--set {where.rstrip('.')}: {what}".replace("--set : ", "--set ")) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +122,7 @@ class WeightsDistance:
 
 
 def weights_distance(ours: Path, theirs: Path) -> WeightsDistance:
-    """Compare two folders as `WeightsWriter` writes them.
-
-    Args:
-        ours: Of the fork.
-        theirs: Of the original.
+    """Compare two folders as `WeightsWriter` writes them: of the fork, and of the original. Blocks, and imports torch.
 
     Raises:
         HeadraceError: they do not have the same tensors, of the same shapes.

@@ -1,8 +1,9 @@
-"""Raw groups of one model, out of the log: by time, by id, by the steps that trained them, by an expression.
+"""Reads the raw groups of one model out of the log: by time, by id, by the steps that trained on them, by an expression.
 
-Guarantees: `read_committed`, without a consumer group: nothing of the cluster changes; groups come in the log's order, with the record's
-own bytes, key and headers; what can't be read, or whose payload is gone, is named (`Unusable`), never left out in silence.
-Limitations: job records, which are no groups; memory bounds beyond one poll (a few megabytes) and one group.
+Guarantees: only committed records, without a consumer group: nothing in the cluster changes. Groups come in the log's order, with the
+record's own bytes, key and headers. A record that cannot be read, or whose payload is gone, is named (`Unusable`). Times are those of the
+broker (LogAppendTime), which grow with the offsets; a span without records is empty.
+Limitations: job records are left out, since they are no groups.
 """
 
 import asyncio
@@ -10,10 +11,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 
-from aiokafka import ConsumerRecord, TopicPartition
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 
-from headrace.consumers.replay.start import span_of
 from headrace.consumers.replay.where import Where
 from headrace.core.fetching import records_in, single_reader
 from headrace.core.kafka import client_options, plain_errors
@@ -23,7 +24,7 @@ from headrace.core.payloads import PayloadError
 from headrace.core.polling import UnreadableRecord
 from headrace.core.reading import end_offsets
 from headrace.core.settings import Settings
-from headrace.core.store import ObjectStore, open_store
+from headrace.core.store import open_store
 from headrace.core.topic_admin import lane_count
 from headrace.schemas.claim import GroupClaim
 from headrace.schemas.codec import SampledGroup
@@ -34,12 +35,12 @@ from headrace.schemas.reasons import CodecError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which groups; what is not said does not choose."""
+    """Which groups; a field at its default does not restrict them."""
 
     since: datetime | None = None
     until: datetime | None = None
     offsets: frozenset[int] | None = None
-    """Of the model's lane: what chosen steps trained on."""
+    """Of the model's lane: the groups that the chosen steps trained on."""
     group_ids: frozenset[str] = frozenset()
     where: Where | None = None
 
@@ -52,7 +53,7 @@ class RawGroup:
     claimed: bool
     """The record is a claim; the payload stays in the object store."""
     sampled: SampledGroup | None
-    """Decoded, with the id that its lane calls it by; None where no one asked."""
+    """Decoded, with the id that its lane calls it by; None where the reader does not decode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +79,9 @@ class GroupReader:
         self._model_id = model_id
         self._selection = selection
         self._decode = decode or bool(selection.group_ids) or selection.where is not None
-        self._store: ObjectStore | None = None
+        self._store = cache(lambda: open_store(settings.store.url, settings.s3))
         self.groups = 0
-        """Groups of the model in the span so far, whether they fit or not."""
+        """Groups of the model in the span until now, whether they fit or not."""
 
     async def read(self) -> AsyncGenerator[RawGroup | Unusable]:
         """What fits, in the log's order, to the end that the log has now. Close it (`aclosing`) when leaving early.
@@ -95,7 +96,7 @@ class GroupReader:
         end = (await end_offsets(options, where.topic, [where.partition]))[where.partition]
         with plain_errors(options):
             async with single_reader(options, where) as consumer:
-                first, stop = await span_of(consumer, where, end, self._selection.since, self._selection.until)
+                first, stop = await _span(consumer, where, end, self._selection.since, self._selection.until)
                 wanted = self._wanted(first, stop)
                 if wanted is not None:
                     first, stop = max(first, min(wanted, default=stop)), min(stop, max(wanted, default=first - 1) + 1)
@@ -129,7 +130,7 @@ class GroupReader:
             self.groups += 1
             if not self._decode:
                 return RawGroup(record=record, claimed=model is GroupClaim, sampled=None)
-            sampled = sampled_group(record, self._opened_store)
+            sampled = sampled_group(record, self._store)
         except (CodecError, PayloadError) as error:
             return Unusable(offset=record.offset, detail=str(error))
         chosen = self._selection
@@ -138,7 +139,19 @@ class GroupReader:
             return RawGroup(record=record, claimed=model is GroupClaim, sampled=sampled)
         return None
 
-    def _opened_store(self) -> ObjectStore:
-        if self._store is None:
-            self._store = open_store(self._settings.store.url, self._settings.s3)
-        return self._store
+
+async def _span(
+    consumer: AIOKafkaConsumer, where: TopicPartition, end: int, since: datetime | None, until: datetime | None
+) -> tuple[int, int]:
+    """Offsets `[first, stop)` of the records that came at or after `since` and before `until`."""
+
+    async def offset_at(time: datetime) -> int:
+        """Of the first record at or after a time; the end where there is none."""
+        found = (await consumer.offsets_for_times({where: max(0, int(time.timestamp() * 1000))}))[where]
+        return end if found is None else int(found.offset)
+
+    first = (await consumer.beginning_offsets([where]))[where]
+    if since is not None:
+        first = max(first, await offset_at(since))
+    stop = end if until is None else min(end, await offset_at(until))
+    return first, max(first, stop)

@@ -1,9 +1,10 @@
-"""Running committed steps again for a person: to the same digests, or with changes, as a fork that publishes nothing.
+"""Runs committed steps again for a person: to the same digests, or with changes, as a fork that publishes nothing.
 
-A replay has ranks, a tokenizing process and a working folder of its own. It reads the log `read_committed` without a group, and the object
-store; it writes to neither. Guarantees: each step starts from the state that the step before it made here; the world has the ledger's size,
-threads and ZeRO stage at each step (or the size that was asked for), and the state is carried over where they change; ranks, process and
-folder are gone afterwards, however it ends. Limitations: judging another environment: its bits may be equal, the digests say so.
+A replay has its own ranks, tokenizing process and working folder. It reads the log and the object store, and writes to neither.
+Guarantees: each step starts from the state that the step before it made here. The world has the ledger's size, threads and ZeRO stage at
+each step (or the requested size); the state is carried over where they change. Ranks, process and folder are gone afterwards, however the
+replay ends.
+Limitations: another environment may or may not give equal bits; the digests show it.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headrace.consumers.replay.start import Route
 from headrace.consumers.worker.admission.pool import AdmissionPool
@@ -30,7 +32,7 @@ from headrace.schemas.weights import WeightsRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """What is done otherwise, from the first step that was asked for on."""
+    """The changes of a fork, from the first requested step on."""
 
     changes: Changes
     model: ModelSettings
@@ -39,12 +41,12 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What to replay."""
+    """The steps to replay, and how."""
 
     model: ModelSettings
     route: Route
     start: WeightsRef | None = None
-    """What the model's version 0 is; None: the base model."""
+    """The model's version 0; None: the base model."""
     fork: Fork | None = None
     """None: the steps as they were."""
     ranks: int | None = None
@@ -55,11 +57,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """A step as it came out here."""
+    """The outcome of one step."""
 
     record: StepRecord
     rerun: Rerun | None
-    """None: it trained nothing, and what follows starts again from its snapshot; so it does here."""
+    """None: the step trained nothing, and the next one starts again from its snapshot, here as well."""
     forked: bool
     """Changes were in force: other bits are expected."""
     seconds: float
@@ -72,16 +74,16 @@ class ReplayedStep:
 
 @asynccontextmanager
 async def replay(settings: Settings, task: Task) -> AsyncIterator[AsyncGenerator[ReplayedStep]]:
-    """The steps, as they come out.
+    """The steps, one after the other.
 
-    A step's files are there until the next step is asked for, those of the last until the block ends.
+    A step's files exist until the next step is requested, those of the last until the block ends.
 
     Args:
         settings: Of this process: Kafka, store, base models.
         task: What to replay.
 
     Raises (from the steps):
-        CannotRerunError: what a step trained on is gone, or it fails here.
+        CannotRerunError: the groups of a step are gone, or it fails here.
         HeadraceError: Kafka or the store can't be reached, or a rank ended.
     """
     run = _Run(settings, task)
@@ -93,24 +95,16 @@ async def replay(settings: Settings, task: Task) -> AsyncIterator[AsyncGenerator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
-    """What of a world changes bits."""
-
-    ranks: int
-    threads: int
-    zero_stage: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Device:
     """A world, and what it is for."""
 
     world: TrainerWorld
     reruns: StepReruns
-    shape: _Shape
+    shape: dict[str, Any]
+    """The worker settings that change bits: ranks, threads, ZeRO stage."""
     model: ModelSettings
     reads_carried: bool
-    """It reads snapshots that were carried from another world, not those in the object store."""
+    """It reads snapshots that were carried over from another world, not those in the object store."""
 
 
 class _Run:
@@ -128,7 +122,7 @@ class _Run:
         self._pool = AdmissionPool(settings)
         self._device: _Device | None = None
         self._scalars: TrainingScalars | None = None
-        """Of a fork's state, once it is another one than the ledger's."""
+        """Of a fork's state, once it differs from the ledger's."""
 
     async def close(self) -> None:
         """End the processes, remove the files."""
@@ -140,68 +134,56 @@ class _Run:
     async def steps(self) -> AsyncGenerator[ReplayedStep]:
         """Each step of the route."""
         before: StepRecord | None = None
+        last = self._task.route.records[-1]
         for record in self._task.route.records:
             if record.cut in RESTART_CUTS:
                 yield ReplayedStep(record=record, rerun=None, forked=False, seconds=0.0)
             else:
-                step = await self._step(before, record)
-                yield step
-                if record is not self._task.route.records[-1] and step.rerun is not None:
-                    await asyncio.to_thread(shutil.rmtree, step.rerun.out_dir, ignore_errors=True)
+                fork = self._task.fork if record.step >= self._task.route.first else None
+                device, snapshot = await self._device_for(before, record, self._task.model if fork is None else fork.model)
+                began = time.monotonic()
+                rerun = await device.reruns.run(
+                    record,
+                    device.model,
+                    snapshot,
+                    start=self._task.start,
+                    evaluate=True,
+                    changes=None if fork is None else fork.changes,
+                    scalars=self._scalars,
+                    keep_snapshot=self._task.keep_state and record is last,
+                )
+                if fork is not None:
+                    self._scalars = rerun.result.scalars
+                yield ReplayedStep(record=record, rerun=rerun, forked=fork is not None, seconds=time.monotonic() - began)
+                if record is not last:
+                    await asyncio.to_thread(shutil.rmtree, rerun.out_dir, ignore_errors=True)
             before = record
 
-    async def _step(self, before: StepRecord | None, record: StepRecord) -> ReplayedStep:
-        fork = self._fork_at(record)
-        device, snapshot = await self._arrive(before, record)
-        began = time.monotonic()
-        rerun = await device.reruns.run(
-            record,
-            device.model,
-            snapshot,
-            start=self._task.start,
-            evaluate=True,
-            changes=None if fork is None else fork.changes,
-            scalars=self._scalars,
-            keep_snapshot=self._task.keep_state and record is self._task.route.records[-1],
-        )
-        if fork is not None:
-            self._scalars = rerun.result.scalars
-        return ReplayedStep(record=record, rerun=rerun, forked=fork is not None, seconds=time.monotonic() - began)
-
-    def _fork_at(self, record: StepRecord) -> Fork | None:
-        return self._task.fork if record.step >= self._task.route.first else None
-
-    async def _arrive(self, before: StepRecord | None, record: StepRecord) -> tuple[_Device, WeightsRef | None]:
+    async def _device_for(self, before: StepRecord | None, record: StepRecord, model: ModelSettings) -> tuple[_Device, WeightsRef | None]:
         """The world that the step needs; and the snapshot to start from, where that world does not hold the state."""
-        fork, device = self._fork_at(record), self._device
-        shape, model = self._shape(record), self._task.model if fork is None else fork.model
+        device, ledger = self._device, record.fingerprint
+        shape = {"ranks": self._task.ranks or ledger.world_size, "threads": ledger.threads, "zero_stage": ledger.zero_stage}
+        fits = device is not None and (device.shape, device.model) == (shape, model)
         if before is None or before.cut in RESTART_CUTS:
             start = self._task.route.start
             snapshot = before.snapshot if before is not None else self._task.start if start is None else start.snapshot
-            if device is None or (device.shape, device.model) != (shape, model) or device.reads_carried:
+            if device is None or not fits or device.reads_carried:
                 device = await self._open(shape, model, carried=False)
             return device, snapshot
         assert device is not None  # noqa: S101 - a step has run
-        if (device.shape, device.model) == (shape, model):
+        if fits:
             return device, None
         snapshot = await self._carry(device, before)
         return await self._open(shape, model, carried=True), snapshot
 
-    async def _open(self, shape: _Shape, model: ModelSettings, *, carried: bool) -> _Device:
-        """A world, in the place of the one before it."""
+    async def _open(self, shape: dict[str, Any], model: ModelSettings, *, carried: bool) -> _Device:
+        """A world, instead of the one before it."""
         if self._device is not None:
             device, self._device = self._device, None
             await device.world.close()
-        worker = self._settings.worker.model_copy(
-            update={
-                "ranks": shape.ranks,
-                "threads": shape.threads,
-                "zero_stage": shape.zero_stage,
-                # Without ZeRO there is no sharded optimizer to put elsewhere.
-                "offload_optimizer": self._settings.worker.offload_optimizer and shape.zero_stage > 0,
-                "work_dir": self._folder / "work",
-            }
-        )
+        # Without ZeRO there is no sharded optimizer to put elsewhere.
+        offload = self._settings.worker.offload_optimizer and shape["zero_stage"] > 0
+        worker = self._settings.worker.model_copy(update={**shape, "offload_optimizer": offload, "work_dir": self._folder / "work"})
         settings = self._settings.model_copy(update={"worker": worker})
         world = TrainerWorld(settings, self._carried if carried else self._store)
         reruns = StepReruns(settings, world, self._pool, self._lane, self._references)
@@ -212,20 +194,8 @@ class _Run:
         """The state that a world holds, as a snapshot for the next one."""
         folder = self._folder / f"state-{before.step}"
         await device.world.save(key_after(before), folder)
-        _, snapshot = await asyncio.to_thread(
-            store_folder,
-            self._carried,
-            f"states/{before.step}",
-            folder,
-            kind="snapshot",
-            model_id=before.model_id,
-            incarnation=before.incarnation,
-            step=before.step,
-            attempt=before.attempt,
-        )
+        identity = {name: getattr(before, name) for name in ("model_id", "incarnation", "step", "attempt")}
+        name = f"states/{before.step}"
+        _, snapshot = await asyncio.to_thread(store_folder, self._carried, name, folder, kind="snapshot", **identity)
         await asyncio.to_thread(shutil.rmtree, folder)
         return snapshot
-
-    def _shape(self, record: StepRecord) -> _Shape:
-        ledger = record.fingerprint
-        return _Shape(ranks=self._task.ranks or ledger.world_size, threads=ledger.threads, zero_stage=ledger.zero_stage)

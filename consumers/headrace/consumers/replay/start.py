@@ -1,22 +1,14 @@
-"""Where a replay begins: the nearest state before its first step that still exists, and the ledger's records from there on.
+"""Finds where a replay begins: the nearest state before its first step that still exists, and the ledger's records from there on.
 
-Snapshots are kept for recovery, the last few of each model, so a replay of early steps often begins at the base model. They are named by
-the ledger, or, where a worker stored one between steps, by the store alone: its manifest says which attempt it is the state of. Guarantees:
-the state that is named exists, each of its files was seen in the store; the records are gapless from there to the last step that was asked
-for. Limitations: holding the snapshot against its owner, who may delete it the moment after; the run then says so.
-
-Where in the log to look: the offsets that times stand for.
-
-Times are those of `trajectory-groups`, which the broker stamps (LogAppendTime): they grow with the offsets, and no producer's clock counts.
-Guarantees: a span without records is empty, never an error.
+Only the last few snapshots of a model are kept, for recovery; a replay of early steps therefore often begins at the base model. The ledger
+names a snapshot, or, where a worker stored one between steps, the store alone: its manifest names the attempt.
+Guarantees: the chosen state exists, each of its files was found in the store; the records from there to the last step have no gap.
+Limitations: the owner may delete the snapshot a moment later. The run then fails and says so.
 """
 
 import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
-from datetime import datetime
-
-from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from headrace.consumers.worker.rerun import RESTART_CUTS
 from headrace.consumers.worker.storage.stored_snapshots import stored_snapshots
@@ -29,20 +21,12 @@ from headrace.schemas.weights import WeightsRef
 
 
 class NothingToReplayError(HeadraceError):
-    """The steps that were asked for can't be reached; says why."""
+    """The requested steps can't be replayed; says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A step whose state is stored."""
-
-    step: int
-    snapshot: WeightsRef
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
-    """A step whose state was stored once."""
+    """A step whose state is, or was, stored."""
 
     step: int
     snapshot: WeightsRef
@@ -52,104 +36,76 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """What to run."""
+    """The steps to run."""
 
     start: Start | None
     """None: the base model, or the weights that the model began with."""
     gone: int
     """Snapshots nearer to the first step that do not exist any more."""
     first: int
-    """The first step that was asked for; those before it only lead there."""
+    """The first requested step; those before it only lead there."""
     records: tuple[StepRecord, ...]
-    """From the step after the start to the last that was asked for."""
+    """From the step after the start to the last requested one."""
 
 
 async def find_route(settings: Settings, store: ObjectStore, state: ModelState, steps: StepRange) -> Route:
-    """The way to the steps that were asked for.
+    """Find the way to the requested steps.
 
     Args:
         settings: Of this process.
         store: Where snapshots are.
         state: Of the model.
-        steps: Asked for.
+        steps: The requested ones.
 
     Raises:
-        NothingToReplayError: the ledger does not have them, or a step that began again can't be begun any more.
+        NothingToReplayError: the ledger does not have them, or a step that restarted from a snapshot can't be started any more.
         HeadraceError: Kafka or the store can't be reached.
     """
-    first, last, once = await _bounds(settings, store, state, steps)
-    start, gone = await asyncio.to_thread(_nearest, store, [stored for stored in once if stored.step < first])
-    begin = StepRange(first=1 if start is None else start.step + 1, last=last)
-    records = await read_ledger(settings, state.model_id, incarnation=state.incarnation, steps=begin, shadow_of=state.shadow_of)
-    missing = sorted(set(range(begin.first or 1, last + 1)) - {record.step for record in records})
-    if missing:
-        raise NothingToReplayError(f"the ledger of {state.name} does not have step {missing[0]}, which leads to step {last}")
-    return Route(start=start, gone=gone, first=first, records=tuple(records))
-
-
-async def _bounds(settings: Settings, store: ObjectStore, state: ModelState, steps: StepRange) -> tuple[int, int, list[_Stored]]:
-    """First and last step that the range means in this ledger, and all states that were stored."""
-    between = await asyncio.to_thread(stored_snapshots, store, state)
-    once: list[_Stored] = []
-    end = 0
-    stream = stream_ledger(settings, state.model_id, incarnation=state.incarnation, shadow_of=state.shadow_of)
-    async with aclosing(stream):
-        async for record in stream:
-            end = record.step
-            snapshot = record.snapshot or between.get((record.step, record.attempt))
-            if snapshot is not None:
-                once.append(_Stored(step=record.step, snapshot=snapshot, restarts=record.cut in RESTART_CUTS))
+    end, stored = await _stored_states(settings, store, state)
     first, last = steps.first or 1, end if steps.last is None else steps.last
     if end == 0:
         raise NothingToReplayError(f"{state.name} has no step yet")
     if max(first, last) > end:
         raise NothingToReplayError(f"steps {steps} were asked for, but the ledger of {state.name} ends at step {end}")
-    return first, last, once
+    start, gone = await asyncio.to_thread(_nearest, store, [each for each in stored if each.step < first])
+    begin = 1 if start is None else start.step + 1
+    span = StepRange(first=begin, last=last)
+    records = await read_ledger(settings, state.model_id, incarnation=state.incarnation, steps=span, shadow_of=state.shadow_of)
+    if missing := sorted(set(range(begin, last + 1)) - {record.step for record in records}):
+        raise NothingToReplayError(f"the ledger of {state.name} does not have step {missing[0]}, which leads to step {last}")
+    return Route(start=start, gone=gone, first=first, records=tuple(records))
 
 
-def _nearest(store: ObjectStore, once: list[_Stored]) -> tuple[Start | None, int]:
-    """The last one that still exists, and how many behind it do not. Blocks."""
-    for gone, stored in enumerate(sorted(once, key=lambda stored: -stored.step)):
-        if _exists(store, stored.snapshot):
-            return Start(step=stored.step, snapshot=stored.snapshot), gone
-        if stored.restarts:
+async def _stored_states(settings: Settings, store: ObjectStore, state: ModelState) -> tuple[int, list[Start]]:
+    """The ledger's last step, and every step whose state was stored once."""
+    between = await asyncio.to_thread(stored_snapshots, store, state)
+    found: list[Start] = []
+    end = 0
+    async with aclosing(stream_ledger(settings, state.model_id, incarnation=state.incarnation, shadow_of=state.shadow_of)) as stream:
+        async for record in stream:
+            end = record.step
+            snapshot = record.snapshot or between.get((record.step, record.attempt))
+            if snapshot is not None:
+                found.append(Start(step=record.step, snapshot=snapshot, restarts=record.cut in RESTART_CUTS))
+    return end, found
+
+
+def _nearest(store: ObjectStore, stored: list[Start]) -> tuple[Start | None, int]:
+    """The last one that still exists, and how many after it do not. Blocks."""
+    for gone, each in enumerate(sorted(stored, key=lambda each: -each.step)):
+        if _exists(store, each.snapshot):
+            return each, gone
+        if each.restarts:
             raise NothingToReplayError(
-                f"step {stored.step} began again from a snapshot that is gone ({stored.snapshot.uri}): what came after can't be run again"
+                f"step {each.step} began again from a snapshot that is gone ({each.snapshot.uri}): what came after can't be run again"
             )
-    return None, len(once)
+    return None, len(stored)
 
 
 def _exists(store: ObjectStore, snapshot: WeightsRef) -> bool:
     try:
-        manifest = read_manifest(store, snapshot.uri, snapshot.digest)
-        for file in manifest.files:
+        for file in read_manifest(store, snapshot.uri, snapshot.digest).files:
             store.head(f"{store.resolve(snapshot.uri)}/{file.path}")
     except (ObjectNotFoundError, DigestMismatchError):
         return False
     return True
-
-
-async def span_of(
-    consumer: AIOKafkaConsumer, where: TopicPartition, end: int, since: datetime | None, until: datetime | None
-) -> tuple[int, int]:
-    """Offsets `[first, stop)` of the records that came between two times.
-
-    Args:
-        consumer: Any, of this cluster.
-        where: The partition.
-        end: Offset after the last record that is asked for.
-        since: Included; None: from the beginning.
-        until: Excluded; None: to the end.
-    """
-    first = (await consumer.beginning_offsets([where]))[where]
-    if since is not None:
-        first = max(first, await _offset_at(consumer, where, since, end))
-    stop = end if until is None else min(end, await _offset_at(consumer, where, until, end))
-    return first, max(first, stop)
-
-
-async def _offset_at(consumer: AIOKafkaConsumer, where: TopicPartition, time: datetime, end: int) -> int:
-    """Offset of the first record at or after a time; the end where there is none."""
-    milliseconds = max(0, int(time.timestamp() * 1000))
-    found = (await consumer.offsets_for_times({where: milliseconds}))[where]
-    return end if found is None else int(found.offset)

@@ -1,14 +1,14 @@
-"""What engines say of the versions they were given, and that they live, on the compacted topic `weight-acks`.
+"""Writes on the compacted topic `weight-acks` which versions an engine serves or could not load, and that the engine is alive.
 
-Guarantees: an engine says every few seconds that it lives, in one small record, and takes that back when it ends in order: one that was
-killed falls silent. One key for each engine and model, so that the topic holds what is served now; event ids are derived, so that the
-process that counts can drop the repeat after a kill (exactly-once rule 12). Limitations: an ack that Kafka does not take is logged, not
-kept.
+Guarantees: an engine sends a small heartbeat every few seconds and removes it when it ends in order; a killed engine falls silent. One key
+for each engine and model, so that the topic holds the current state. Event ids are derived, so that a reader drops the repeat after a kill.
+Limitations: an ack that Kafka does not accept is logged and dropped.
 """
 
 import asyncio
 import logging
 from contextlib import suppress
+from typing import Any
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
@@ -23,9 +23,9 @@ from headrace.schemas.weights import EngineAlive, WeightsApplied, WeightsFailed,
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 3.0
-"""What is left to say at the end is dropped after this."""
+"""Records that are not written so long after the stop are dropped."""
 ALIVE_SECONDS = 10.0
-"""Between two words of an engine that it lives."""
+"""Between two heartbeats."""
 
 
 class AckTopic:
@@ -34,8 +34,8 @@ class AckTopic:
     Args:
         options: Client options.
         topic: Full name of `weight-acks`.
-        engine_id: Name of the engine that says meanwhile that it lives.
-        every_seconds: How often.
+        engine_id: Name of the engine that sends heartbeats.
+        every_seconds: Between two heartbeats.
     """
 
     def __init__(self, options: ClientOptions, topic: str, engine_id: str, every_seconds: float = ALIVE_SECONDS) -> None:
@@ -44,7 +44,7 @@ class AckTopic:
         self._engine_id = engine_id
         self._every_seconds = every_seconds
         self._producer: AIOKafkaProducer | None = None
-        self._living: asyncio.Task[None] | None = None
+        self._heartbeats: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Connect.
@@ -59,15 +59,15 @@ class AckTopic:
             except BaseException:
                 await self._producer.stop()
                 raise
-        self._living = asyncio.create_task(self._live())
+        self._heartbeats = asyncio.create_task(self._send_heartbeats())
 
     async def stop(self) -> None:
-        """Send what is under way, and disconnect. Where Kafka does not answer, what is under way is dropped after a few seconds."""
-        if self._living is not None:
-            self._living.cancel()
+        """Send the remaining records and disconnect; where Kafka does not answer, they are dropped after a few seconds."""
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()
             with suppress(asyncio.CancelledError):
-                await self._living
-            self._living = None
+                await self._heartbeats
+            self._heartbeats = None
         producer, self._producer = self._producer, None
         if producer is None:
             return
@@ -81,15 +81,15 @@ class AckTopic:
         finally:
             await stop_producer(producer, seconds)
 
-    async def _live(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            word = EngineAlive(engine_id=self._engine_id, every_seconds=self._every_seconds)
-            await self.send(alive_key(self._engine_id), word, f"alive-{self._engine_id}-{word.at.timestamp()}")
+            alive = EngineAlive(engine_id=self._engine_id, every_seconds=self._every_seconds)
+            await self.send(alive_key(self._engine_id), alive, f"alive-{self._engine_id}-{alive.at.timestamp()}")
             await asyncio.sleep(self._every_seconds)
 
     async def send(self, key: str, record: WeightsApplied | WeightsFailed | EngineAlive | None, event_id: str) -> None:
         """Write a record, or with None a tombstone; a failure is logged."""
-        assert self._producer is not None  # noqa: S101 - those who ack live between start and stop
+        assert self._producer is not None  # noqa: S101 - records are sent between start and stop
         value, headers = (None, []) if record is None else seal(record, source=key, event_id=event_id)
         try:
             await self._producer.send_and_wait(self._topic, value, key=key.encode(), headers=headers)
@@ -101,8 +101,8 @@ class EngineAcks:
     """The acks of one engine, for one model.
 
     Args:
-        topic: Where they go.
-        engine_id: Name of the engine, and key; one that serves several models has one for each: `<engine>:<model id>`.
+        topic: Where they are written.
+        engine_id: Name of the engine, and key; an engine of several models has one for each: `<engine>:<model id>`.
         base_url: Where it answers.
         deployment: That it belongs to.
     """
@@ -114,39 +114,23 @@ class EngineAcks:
         self._deployment = deployment
 
     async def applied(self, version: WeightsPublished, *, reported: str, seconds: float, served_as: str | None = None) -> None:
-        """The engine serves it."""
-        record = WeightsApplied(
-            engine_id=self.engine_id,
-            model_id=version.model_id,
-            incarnation=version.incarnation,
-            policy_version=version.policy_version,
-            digest=version.digest,
-            base_url=self._base_url,
-            deployment=self._deployment,
-            served_as=served_as,
-            reported=reported,
-            seconds=seconds,
-        )
+        """The engine serves the version."""
+        record = WeightsApplied(**self._common(version), served_as=served_as, reported=reported, seconds=seconds)
         await self._topic.send(self.engine_id, record, self._event_id(record, "applied"))
 
     async def failed(self, version: WeightsPublished, error: Exception, *, serving: int | None) -> None:
-        """It could not take it, and continues with what it has: with version `serving`, if that is of this model and incarnation."""
-        record = WeightsFailed(
-            engine_id=self.engine_id,
-            model_id=version.model_id,
-            incarnation=version.incarnation,
-            policy_version=version.policy_version,
-            digest=version.digest,
-            error=said(error)[:2000],
-            serving=serving,
-            base_url=self._base_url,
-            deployment=self._deployment,
-        )
+        """The engine could not load the version; it serves version `serving` still, if that is of this model and incarnation."""
+        record = WeightsFailed(**self._common(version), error=said(error)[:2000], serving=serving)
         await self._topic.send(self.engine_id, record, self._event_id(record, "failed"))
 
     async def retract(self) -> None:
-        """It serves the model no longer."""
+        """The engine serves the model no longer."""
         await self._topic.send(self.engine_id, None, f"{self.engine_id}-retracted")
+
+    def _common(self, version: WeightsPublished) -> dict[str, Any]:
+        copied = ("model_id", "incarnation", "policy_version", "digest")
+        of_engine = {"engine_id": self.engine_id, "base_url": self._base_url, "deployment": self._deployment}
+        return {name: getattr(version, name) for name in copied} | of_engine
 
     def _event_id(self, record: WeightsApplied | WeightsFailed, kind: str) -> str:
         return f"{record.incarnation}-{record.policy_version}-{kind}-{self.engine_id}"

@@ -1,26 +1,14 @@
-"""Typed subscribers to everything Headrace writes, on FastStream: `@events.subscriber(StepCompleted)`.
+"""Typed subscribers to the records that Headrace writes, on FastStream: `@events.subscriber(StepCompleted)`.
 
-Guarantees: only committed records (`read_committed`); the function gets a validated model, never a dict; a topic that does not exist is
-an error at the start and is never created by accident (it would have the wrong partition count); when `start` has returned, a
-subscriber without a group misses no record written afterwards. What happens to foreign records and failing functions: `record_scope`.
-Limitations: `TrajectoryGroup`, whose arrays need the group codec and the object store; training offsets, which are a worker's business.
-
-A FastStream broker that reaches Kafka as our settings say.
-
-Guarantees: address, security, client id and time-outs are those that every other part of Headrace uses, with the same errors at the
-door. Limitations: FastStream's own settings for them; the process that needs others builds a `KafkaBroker` and includes `Events.router`
-in it.
-
-What stands between a Kafka record and a subscriber's function: reading, skipping, acknowledging, one record at a time.
-
-FastStream's own way fails on a header that is not UTF-8, and its `ack` commits the position of every partition, past what failed.
-
-Guarantees: our codec reads the record, and `ce_type` decides; another type and a tombstone are skipped; what can't be read is logged
-with topic, partition and offset and skipped: an observer does not die of foreign data. With a group, a record's offset is committed
-after its handler returned, that record's alone; a handler that raises gets the same record again, after a pause that grows to
-`_LONGEST_PAUSE`, and nothing behind it in its partition is committed before (at least once). Without a group a failure is logged and
-the next record comes (at most once). Limitations: with a group, progress of the subscriber's other partitions while one of its records
-fails.
+Guarantees: only committed records are delivered, as validated models. A topic that does not exist is an error at the start and is never
+created by accident (it would have the wrong partition count). When `start` has returned, a subscriber without a group misses no record
+written afterwards. `ce_type` decides; records of another type and tombstones are skipped; a record that cannot be read is logged with its
+place and skipped. With a group, a record's offset is committed after its handler returned, that record's alone; a handler that raises gets
+the same record again, after a pause that grows to `_LONGEST_PAUSE`, and nothing after it in its partition is committed before (at least
+once). Without a group a failure is logged and the next record comes (at most once). (FastStream's own `ack` commits the position of every
+partition, past what failed, and its parser fails on a header that is not UTF-8.)
+Limitations: `TrajectoryGroup` needs the group codec and the object store and is not delivered. With a group, the subscriber's other
+partitions wait while one of its records fails. For FastStream's own broker settings build a `KafkaBroker` and include `Events.router`.
 """
 
 import asyncio
@@ -69,11 +57,11 @@ async def parse(record: ConsumerRecord, original: Parser) -> StreamMessage[Any]:
 
 
 class RecordScope:
-    """The scope of one subscriber, made once; called for every record.
+    """The scope of one subscriber, called for every record.
 
     Args:
         model: The record type that the function takes.
-        durable: It has a group, so positions are kept.
+        durable: It has a group, so positions are committed.
     """
 
     def __init__(self, model: type[BaseModel], *, durable: bool) -> None:
@@ -83,7 +71,7 @@ class RecordScope:
         self._pause = _FIRST_PAUSE
 
     def __call__(self, raw: ConsumerRecord, /, *, context: Any) -> "_Middleware":  # noqa: ANN401 - FastStream's own repository
-        """What FastStream enters around a record."""
+        """The middleware that FastStream enters around a record."""
         return _Middleware(raw, context=context, scope=self)
 
     async def decode(self, message: StreamMessage[Any]) -> BaseModel | None:
@@ -92,13 +80,11 @@ class RecordScope:
         Raises:
             CodecError: it can't be read, or its topic does not carry it.
         """
-        record: ConsumerRecord = message.raw_message
-        if record.value is None:
-            return None
-        return open_record(record.value, message.headers, self._carried)
+        value = message.raw_message.value
+        return None if value is None else open_record(value, message.headers, self._carried)
 
     async def consume(self, call: Callable[[Any], Awaitable[Any]], message: StreamMessage[Any]) -> Any:  # noqa: ANN401 - a handler's result
-        """Run the handler on a record that is meant for it, and keep the position."""
+        """Run the handler on a record of its type, and commit the position."""
         record: ConsumerRecord = message.raw_message
         result = None
         if await self._is_mine(message, record):
@@ -123,13 +109,13 @@ class RecordScope:
         try:
             return model_of(message.headers, self._carried) is self.model and await message.decode() is not None
         except CodecError as error:
-            # Another type is everyday: a newer Headrace, or another's record. What claims to be ours and is broken is not.
+            # Another type is normal: of a newer Headrace, or foreign. A broken record of a known type is not.
             level = logging.DEBUG if error.reason is DeadLetterReason.UNKNOWN_TYPE else logging.WARNING
             logger.log(level, "skipped %s: %s: %s", _where(record), error.reason, error)
             return False
 
     async def _again(self, message: StreamMessage[Any], record: ConsumerRecord) -> None:
-        """Stand at the failed record again, so that nothing behind it is delivered before it."""
+        """Seek to the failed record, so that nothing after it is delivered before it."""
         logger.exception("the handler of %s failed at %s; the record comes again in %g s", self.model.__name__, _where(record), self._pause)
         try:
             _consumer(message).seek(TopicPartition(record.topic, record.partition), record.offset)
@@ -143,7 +129,7 @@ class RecordScope:
         try:
             await _consumer(message).commit({TopicPartition(record.topic, record.partition): record.offset + 1})
         except KafkaError as error:
-            # The partition moved to another member, or Kafka is away: the record may come again, which at least once allows.
+            # The partition moved to another member, or Kafka is unreachable: the record may come again, which at least once allows.
             logger.warning("the position after %s was not kept: %s: %s", _where(record), type(error).__name__, error)
 
 
@@ -168,7 +154,7 @@ CLIENT_ID = "headrace-events"
 
 
 def event_broker(settings: Settings, client_id: str = CLIENT_ID) -> KafkaBroker:
-    """A broker that is not started yet. Its subscribers choose read_committed themselves (those of `Events` do).
+    """A broker as the settings say, not started. Its subscribers must choose read_committed themselves.
 
     Raises:
         KafkaUnavailableError: no bootstrap servers, or a certificate that can't be used.
@@ -257,13 +243,11 @@ class Events:
             group_id=group_id,
             auto_offset_reset="earliest" if earliest else "latest",
             isolation_level="read_committed",
-            ack_policy=AckPolicy.MANUAL,  # the scope keeps positions: FastStream's policies commit past what failed
+            ack_policy=AckPolicy.MANUAL,  # the scope commits: FastStream's policies commit past what failed
             no_reply=True,  # a foreign `reply_to` header must not make us publish
         )
-
         # FastStream's own way ends the subscriber's task on a record that aiokafka can't hand over, and starts it again, for ever.
         subscribe.get_msg = next_record  # type: ignore[method-assign]
-
         self._subscribers.append(subscribe)
 
         def register(function: Handler) -> Handler:
@@ -285,10 +269,10 @@ class Events:
         return self._broker
 
     async def start(self) -> None:
-        """Start all subscribers and return when they stand at their positions.
+        """Start all subscribers and return when they are at their positions.
 
         Raises:
-            MissingTopicError: a topic is not there.
+            MissingTopicError: a topic does not exist.
             KafkaUnavailableError: Kafka can't be reached.
         """
         broker = self.broker
@@ -303,7 +287,7 @@ class Events:
             await self._broker.stop()
 
     async def ready(self) -> None:
-        """Wait until every started subscriber without a group stands at its position; what is written from then on is delivered."""
+        """Wait until every started subscriber without a group is at its position; it gets every record that is written from then on."""
         for subscriber in self._subscribers:
             consumer = subscriber.consumer
             if consumer is not None and subscriber.group_id is None:
@@ -312,9 +296,7 @@ class Events:
 
     def run(self) -> None:
         """Run until SIGINT or SIGTERM."""
-        app = FastStream(self.broker)
-        app.on_startup(self._require_topics)
-        app.after_startup(self.ready)
+        app = FastStream(self.broker, on_startup=[self._require_topics], after_startup=[self.ready])
 
         async def run() -> None:
             with self._folding():
@@ -330,11 +312,11 @@ class Events:
         await self.stop()
 
     def _folding(self) -> AbstractContextManager[None]:
-        options = client_options(self.settings.kafka, "headrace-events")
+        options = client_options(self.settings.kafka, CLIENT_ID)
         return folding(lambda: options)
 
     async def _require_topics(self) -> None:
-        there = await partition_counts(client_options(self.settings.kafka, "headrace-events"))
+        there = await partition_counts(client_options(self.settings.kafka, CLIENT_ID))
         wanted = {topic for subscriber in self._subscribers for topic in subscriber.topic_names}
         if missing := sorted(wanted - there.keys()):
             raise MissingTopicError(f"Kafka has no topic {', '.join(missing)}: run `headrace topics apply`, or correct topics.prefix")

@@ -1,34 +1,81 @@
-"""Brings a target's versions into one engine: downloads and verifies, applies through an adapter, acks.
+"""Brings versions into one engine: downloads and verifies the weights, applies them through an adapter, acks.
 
-Guarantees: the engine serves while a version is downloaded; nothing unverified reaches it; a version that was overtaken while it was
-downloaded is not applied; a version is applied once in a process, by (incarnation, version, digest), and at least once over kills. What
-can't be downloaded after `_ATTEMPTS` or applied becomes a `WeightsFailed`, and the engine continues with what it has: an unreachable store
-is tried on and on, wrong content until a newer version comes. Limitations: stopping a download that runs in a thread; it is left to end by
-itself.
-
-Downloaded weights on the local disk: verified, resumable, bounded.
-
-Guarantees: a folder that `fetch` returns has exactly the files of its manifest, each checked by SHA-256, and the manifest checked by the
-digest that was published; what a former process had downloaded is used again if it is still right. `prune` keeps the latest `keep`
-folders and whatever it is told to spare. Limitations: sharing; one engine has one folder of its own.
+Guarantees: the engine serves during a download; only verified weights reach it; a version that was overtaken during its download is not
+applied. A version is applied once in a process, by (incarnation, version, digest), and at least once over kills. A version that cannot be
+downloaded after `_ATTEMPTS` attempts or applied becomes a `WeightsFailed`, and the engine continues with what it has: an unreachable store
+is tried again and again, wrong content until a newer version comes. A folder of the cache has exactly the files of its manifest, each
+checked by SHA-256, and the manifest by the published digest; a former process' download is used again if it is still right.
+Limitations: a download in a thread cannot be stopped; it ends by itself. Each engine needs a cache folder of its own.
 """
 
 import asyncio
+import inspect
 import logging
 import shutil
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import quote
 
 from headrace.consumers.subscribers.engine_acks import EngineAcks
-from headrace.consumers.subscribers.weight_adapters import WeightAdapter
 from headrace.consumers.subscribers.weight_feed import WeightTarget
 from headrace.core.outages import said
 from headrace.core.processes import make_private_folder
 from headrace.core.store import ObjectStore, StoreError, StoreUnavailableError, fetch_folder
 from headrace.schemas.weights import WeightsPublished
+
+if TYPE_CHECKING:
+    from headrace.engine.sampling.local_engine import LocalEngine
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+_FIRST_PAUSE = 0.2
+_LONGEST_PAUSE = 30.0  # seconds, between attempts to reach a store
+
+
+class WeightAdapter(Protocol):
+    """Puts weights into one engine.
+
+    It must be idempotent (a kill between applying and the ack applies twice, exactly-once rule 20), must leave the engine serving its
+    present weights when it raises, and must never use an adapter name again for other weights.
+    """
+
+    async def apply(self, folder: Path, published: WeightsPublished) -> str:
+        """Make the engine serve the verified weights in `folder`; returns the version or checksum that the engine itself reports.
+
+        Anything it raises becomes a `WeightsFailed`.
+        """
+        ...
+
+
+class CallableAdapter:
+    """Any function `(folder, published)`; a plain one runs in a thread. Its result (None: the version) is what the engine reports."""
+
+    def __init__(self, function: Callable[[Path, WeightsPublished], object | Awaitable[object]]) -> None:
+        self._function = function
+
+    async def apply(self, folder: Path, published: WeightsPublished) -> str:
+        """See `WeightAdapter`."""
+        if inspect.iscoroutinefunction(self._function):
+            reported = await self._function(folder, published)
+        else:
+            reported = await asyncio.to_thread(self._function, folder, published)
+        return str(published.policy_version if reported is None else reported)
+
+
+class LocalEngineAdapter:
+    """The engine in this process: a thread reads the files while it generates; the swap is between two of its calls."""
+
+    def __init__(self, engine: "LocalEngine") -> None:
+        self._engine = engine
+
+    async def apply(self, folder: Path, published: WeightsPublished) -> str:
+        """See `WeightAdapter`."""
+        await asyncio.to_thread(self._engine.load, folder, published.policy_version)
+        return str(self._engine.policy_version)
 
 
 class WeightCache:
@@ -37,7 +84,7 @@ class WeightCache:
     Args:
         store: Where versions are.
         root: Made at the first download.
-        keep: Versions kept after `prune`, at least 1.
+        keep: Versions that stay after `prune`, at least 1.
     """
 
     def __init__(self, store: ObjectStore, root: Path, keep: int) -> None:
@@ -48,21 +95,16 @@ class WeightCache:
         self._keep = keep
 
     def fetch(self, published: WeightsPublished) -> Path:
-        """Download a version, or continue where a download stopped. Blocks.
+        """Download a version, or continue a download that stopped. Blocks.
 
         Raises:
             StoreError: see `fetch_folder`.
         """
         make_private_folder(self._root)
-        folder = self.folder(published)
+        folder = self._folder(published)
         fetch_folder(self._store, published.uri, published.digest, folder)
         folder.touch()  # `prune` goes by the last use
         return folder
-
-    def folder(self, published: WeightsPublished) -> Path:
-        """Where a version is or will be. Incarnation and digest come from a message: quoted, they name nothing outside `root`."""
-        name = f"{published.incarnation}-v{published.policy_version}-{published.digest[:16]}"
-        return self._root / f"weights-{quote(name, safe='')}"
 
     def remove(self) -> None:
         """Remove all of it: the model is gone. Blocks."""
@@ -70,31 +112,28 @@ class WeightCache:
 
     def prune(self, current: WeightsPublished) -> None:
         """Remove all but the latest versions; `current` stays in any case. Blocks."""
-        spared = self.folder(current)
-        others = [path for path in self._root.glob("*weights-*") if path != spared]
+        others = [path for path in self._root.glob("*weights-*") if path != self._folder(current)]
         others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         for path in others[self._keep - 1 :]:
-            shutil.rmtree(path, ignore_errors=True)  # a file held open elsewhere goes the next time
+            shutil.rmtree(path, ignore_errors=True)  # a file that another process holds open goes the next time
 
-
-logger = logging.getLogger(__name__)
-
-_ATTEMPTS = 3
-_FIRST_PAUSE = 0.2
-_LONGEST_PAUSE = 30.0  # seconds, between attempts to reach a store
+    def _folder(self, published: WeightsPublished) -> Path:
+        # Incarnation and digest come from a message: quoted, they name nothing outside `root`.
+        name = f"{published.incarnation}-v{published.policy_version}-{published.digest[:16]}"
+        return self._root / f"weights-{quote(name, safe='')}"
 
 
 class WeightApplier:
     """Keeps one engine at a target.
 
     Args:
-        target: What should be served.
+        target: The version to serve.
         cache: Downloads.
         adapter: How weights get into the engine.
-        acks: Where it is said.
-        moved: Called after each change that someone may wait for: a version served or refused, the model deleted.
-        on_applied: Called after each version is served and acknowledged; what it raises is logged.
-        named: Under which name the engine serves a version, for its ack; None: not said.
+        acks: Of the engine.
+        moved: Called after each change: a version served or refused, the model deleted.
+        on_applied: Called after each version is served and acknowledged; an exception is logged.
+        named: The name under which the engine serves a version, for its ack; None: it has none.
         older: The versions before one, newest first; None: they are not known.
     """
 
@@ -119,13 +158,13 @@ class WeightApplier:
         self._named = named
         self._older = older
         self.published: WeightsPublished | None = None
-        """What the engine serves; None: what it was started with."""
+        """The served version; None: the weights that the engine started with."""
         self.refused: tuple[WeightsPublished, Exception] | None = None
-        """What it could not take last, and why."""
+        """The last version that could not be applied, and why."""
 
     @property
     def version(self) -> int:
-        """Policy version that the engine serves; 0: what it was started with."""
+        """Policy version that the engine serves; 0: the weights that it started with."""
         return 0 if self.published is None else self.published.policy_version
 
     async def run(self) -> None:
@@ -137,7 +176,7 @@ class WeightApplier:
                 logger.warning("the model of engine %s was deleted; it continues with version %d", self._acks.engine_id, self.version)
             await self._moved()
             target = self._target.target
-            if target is not None and _identity(target) != _identity(self.published):
+            if target is not None and (self.published is None or _identity(target) != _identity(self.published)):
                 await self._take(target, time.monotonic())
 
     async def _take(self, target: WeightsPublished, arrived: float) -> None:
@@ -176,19 +215,27 @@ class WeightApplier:
                     await self._failed(target, error)
                 if attempt >= _ATTEMPTS and not isinstance(error, StoreUnavailableError):
                     return None
-            await self._pause(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            try:  # a newer version ends the pause; the event stays set for the loop that acts on it
+                await asyncio.wait_for(self._target.changed.wait(), pause)
+            except TimeoutError:
+                pause = min(2 * pause, _LONGEST_PAUSE)
         return None
 
-    async def _pause(self, seconds: float) -> None:
-        """Between attempts; a newer version ends it. The event stays set for the loop that acts on it."""
-        try:
-            await asyncio.wait_for(self._target.changed.wait(), seconds)
-        except TimeoutError:
-            return
+    async def _failed(self, target: WeightsPublished, error: Exception) -> None:
+        engine = self._acks.engine_id
+        if not self._is_of_incarnation(target):
+            await self._take_older(target)
+        logger.error("engine %s can't take version %d and stays at %d: %s", engine, target.policy_version, self.version, said(error))
+        self.refused = (target, error)
+        is_known = self.published is None or self._is_of_incarnation(target)
+        await self._acks.failed(target, error, serving=self.version if is_known else None)
+        await self._moved()
+
+    def _is_of_incarnation(self, target: WeightsPublished) -> bool:
+        return self.published is not None and _identity(self.published)[:2] == _identity(target)[:2]
 
     async def _take_older(self, target: WeightsPublished) -> None:
-        """Serve the newest version before one that can't be had, where none of the incarnation is served yet."""
+        """Serve the newest available version before one that is not, where none of the incarnation is served yet."""
         if self._older is None:
             return
         async with aclosing(self._older(target)) as versions:
@@ -198,26 +245,12 @@ class WeightApplier:
                 try:
                     folder = await asyncio.to_thread(self._cache.fetch, version)
                     await self._adapter.apply(folder, version)
-                except Exception as error:  # noqa: BLE001 - as above, or it is not to be had either
+                except Exception as error:  # noqa: BLE001 - as above, or its files are gone too
                     logger.warning("version %d can't be served either: %s", version.policy_version, said(error))
                     continue
                 self.published = version
                 return
 
-    async def _failed(self, target: WeightsPublished, error: Exception) -> None:
-        engine = self._acks.engine_id
-        now = self.published
-        if now is None or (now.model_id, now.incarnation) != (target.model_id, target.incarnation):
-            await self._take_older(target)
-        logger.error("engine %s can't take version %d and stays at %d: %s", engine, target.policy_version, self.version, said(error))
-        self.refused = (target, error)
-        now = self.published
-        same = now is None or (now.model_id, now.incarnation) == (target.model_id, target.incarnation)
-        await self._acks.failed(target, error, serving=self.version if same else None)
-        await self._moved()
 
-
-def _identity(published: WeightsPublished | None) -> tuple[str, str, int, str] | None:
-    if published is None:
-        return None
+def _identity(published: WeightsPublished) -> tuple[str, str, int, str]:
     return published.model_id, published.incarnation, published.policy_version, published.digest

@@ -1,24 +1,22 @@
-"""Follows the compacted `weights` topic for one engine: for its model, or for its deployment.
+"""Decides which version an engine should serve, from the compacted topic `weights`: for one model, or for one deployment.
 
-Guarantees: committed records only, from the beginning of the topic; it lives through broker outages. For a deployment all partitions are
-followed, and `gateway`, which says whose the deployment is: nothing counts before that has been read, and a new owner counts at once.
-What should be served is `WeightTarget`'s to say.
-
-Which version should be served, from records of `weights`: the latest of one model, or of what names one deployment.
-
-Guarantees: within an incarnation the target never goes back; a new incarnation starts again; a tombstone clears the target. A record that
-can't be read is logged with its place and skipped. Limitations: order between models, which no log gives; their `published_at` decides.
+Guarantees: only committed records count, from the beginning of the topic, through broker outages. Within an incarnation the target never
+goes back; a new incarnation starts again; a tombstone clears the target. A record that cannot be read is logged with its place and skipped.
+A deployment is one account's, as the topic `gateway` says: only versions of that account's models count, none before that topic has been
+read, and a new owner counts at once.
+Limitations: the log has no order between models, so their `published_at` decides. A deployment that no account has is open to every model
+that names it, and so are versions of releases that did not say whose they are.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from datetime import datetime
 from typing import Any
 
 from aiokafka import ConsumerRecord
 
-from headrace.consumers.subscribers.deployment_owner import DeploymentOwner
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions
 from headrace.core.kafka_outage import kafka_back, log_trouble
@@ -26,17 +24,60 @@ from headrace.core.kept import kept_or_none
 from headrace.core.lanes import lane_of
 from headrace.core.reading import follow, follow_all
 from headrace.core.topic_admin import partition_count
+from headrace.schemas.deployments import DeploymentFact, deployment_key
+from headrace.schemas.gateway import FACTS
 from headrace.schemas.topics import Topics
 from headrace.schemas.weights import WeightsPublished
 
+logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE = 30.0
+_DEPLOYMENTS = deployment_key("", "")[:-1].encode()
+"""The keys of all deployments begin with it."""
+
+Batch = Sequence[ConsumerRecord]
+
+
+class DeploymentOwner:
+    """The account of a deployment, from records of the topic `gateway`: engines know a deployment by its id alone."""
+
+    def __init__(self, deployment: str) -> None:
+        self._deployment = deployment
+        self._since: dict[str, datetime] = {}
+        """When each account made it; more than one only where two made it in one moment."""
+        self.is_known = False
+        """The records that existed at the start have been read: before that no account is allowed."""
+
+    @property
+    def account(self) -> str | None:
+        """None: no account has it."""
+        return min(self._since, key=lambda account: (self._since[account], account), default=None)
+
+    def observe(self, batch: Batch) -> bool:
+        """Read records of `gateway`; whether the owner changed."""
+        before = self.account
+        for record in batch:
+            if record.key is None or not record.key.startswith(_DEPLOYMENTS):
+                continue
+            for account in [account for account in self._since if deployment_key(account, self._deployment).encode() == record.key]:
+                del self._since[account]
+            deployment = None if record.value is None else kept_or_none(record, FACTS)
+            if isinstance(deployment, DeploymentFact) and deployment.id == self._deployment:
+                self._since[deployment.account] = deployment.created_at
+        return self.account != before
+
+    def allows(self, account: str | None) -> bool:
+        """Whether versions and requests of this account count for the deployment."""
+        return self.is_known and (account is None or self.account in {None, account})
+
 
 class WeightTarget:
-    """What the records so far come to.
+    """The version to serve, as the records until now say.
 
     Args:
         model_id: Only this model; None: any.
-        deployment: Only what names this deployment; None: all.
-        owner: Whose the deployment is; None: it is not asked.
+        deployment: Only versions that name this deployment; None: all.
+        owner: Of the deployment; None: its account does not matter.
     """
 
     def __init__(self, *, model_id: str | None = None, deployment: str | None = None, owner: DeploymentOwner | None = None) -> None:
@@ -44,40 +85,39 @@ class WeightTarget:
         self._deployment = deployment
         self._owner = owner
         self._named: dict[str, WeightsPublished] = {}
-        """The latest of each model that concerns it, the process that the owner is."""
+        """The latest of each model that concerns this target, whatever its account."""
         self._latest: WeightsPublished | None = None
         self.target: WeightsPublished | None = None
-        """What should be served; None: nothing was published, or the model was deleted."""
+        """None: nothing was published, or the model was deleted."""
         self.deleted = False
         """The model's last record is a tombstone."""
         self.changed = asyncio.Event()
-        """Set at every change of `target` or `deleted`; the process that acts on it clears it."""
+        """Set at every change of `target` or `deleted`; its reader clears it."""
 
     def follow_model(self, model_id: str) -> None:
         """Count only this model, where its id is known later than this object."""
         self._model_id = model_id
 
     def aim(self, published: WeightsPublished | None) -> None:
-        """Set the target, where someone else has followed the topic."""
+        """Set the target, where another object follows the topic."""
         if published is not self.target:
             self.target = published
             self.changed.set()
 
-    def observe(self, batch: Sequence[ConsumerRecord]) -> None:
-        """Take a batch in; the target changes once, to the last version in it."""
+    def observe(self, batch: Batch) -> None:
+        """Read records of `weights`; the target changes once, to the last version in the batch."""
         before = (self.target, self.deleted)
         for record in batch:
+            published = None if record.value is None else kept_or_none(record, (WeightsPublished,))
             if record.value is None:
                 self._forget(record)
-                continue
-            published = kept_or_none(record, (WeightsPublished,))
-            if isinstance(published, WeightsPublished) and self._concerns(published):
+            elif isinstance(published, WeightsPublished) and self._concerns(published):
                 self._named[published.model_id] = published
                 self._consider(published)
         self._tell_since(before)
 
     def reconsider(self) -> None:
-        """The deployment's owner is another one now."""
+        """Choose again: the deployment has another owner now."""
         before = (self.target, self.deleted)
         self._latest = self.target = None
         for published in sorted(self._named.values(), key=lambda published: published.published_at):
@@ -94,9 +134,8 @@ class WeightTarget:
             self.changed.set()
 
     def _concerns(self, published: WeightsPublished) -> bool:
-        if self._model_id is not None and published.model_id != self._model_id:
-            return False
-        return self._deployment is None or self._deployment in published.rollout_deployments
+        is_followed = self._model_id in {None, published.model_id}
+        return is_followed and (self._deployment is None or self._deployment in published.rollout_deployments)
 
     def _is_newer(self, published: WeightsPublished) -> bool:
         latest = self._latest
@@ -105,37 +144,28 @@ class WeightTarget:
         if published.model_id != latest.model_id:
             return published.published_at > latest.published_at
         if published.incarnation != latest.incarnation:
-            return True  # one model's records stand in one partition: what comes later is the later incarnation
+            return True  # one model's records are in one partition: the later record has the later incarnation
         if published.policy_version == latest.policy_version and published.digest != latest.digest:
             logger.error("version %d of %s was published twice with different content", published.policy_version, published.model_id)
         return published.policy_version > latest.policy_version
 
     def _forget(self, record: ConsumerRecord) -> None:
-        if record.key is not None:
-            self._named.pop(record.key.decode(errors="replace"), None)
-        followed = self._model_id
-        if followed is None and self._latest is not None:
-            followed = self._latest.model_id
-        if followed is not None and record.key == followed.encode():
+        key = (record.key or b"").decode(errors="replace")
+        self._named.pop(key, None)
+        followed = self._model_id or (None if self._latest is None else self._latest.model_id)
+        if followed is not None and key == followed:
             self.target = None
             self.deleted = True
 
 
-logger = logging.getLogger(__name__)
-
-_LONGEST_PAUSE = 30.0
-
-Batch = list[ConsumerRecord]
-
-
 class WeightFeed(WeightTarget):
-    """Follows the topic; `target` is what should be served.
+    """A target that follows the topics itself.
 
     Args:
         options: Client options.
         topics: Full names.
         model_id: Follow this model.
-        deployment: Follow whatever names this deployment, and is of its account. Exactly one of the two.
+        deployment: Follow the models that name this deployment and are of its account. Exactly one of the two.
         shadows: The topic is a shadow group's, where a model is not on the lane of its own id: all partitions are followed.
     """
 
@@ -160,35 +190,33 @@ class WeightFeed(WeightTarget):
         return list(range(count)) if self._model_id is None or self._shadows else [lane_of(self._model_id, count)]
 
     async def runs(self) -> list[Coroutine[Any, Any, None]]:
-        """What follows, each until it is cancelled.
+        """The followers, each until it is cancelled.
 
         Raises:
             KafkaUnavailableError: Kafka can't be reached, or lacks a topic.
         """
         partitions = await self.partitions()
-        if self._owner is None:
+        if (owner := self._owner) is None:
             return [self._run(lambda p=p: follow(self._options, self._topics.weights, p), self.observe) for p in partitions]  # type: ignore[misc]
         await partition_count(self._options, self._topics.gateway)
         caught_up = asyncio.Event()
         topics = (self._topics.weights, self._topics.gateway)
-        return [self._run(lambda: follow_all(self._options, topics, caught_up), self._take), self._begin(caught_up)]
 
-    def _take(self, batch: Batch) -> None:
-        assert self._owner is not None  # noqa: S101 - narrows the type
-        if batch[0].topic == self._topics.weights:
-            self.observe(batch)
-        elif self._owner.observe(batch):
+        def take(batch: Batch) -> None:
+            if batch[0].topic == self._topics.weights:
+                self.observe(batch)
+            elif owner.observe(batch):
+                self.reconsider()
+                if self.target is None:
+                    said = "deployment %s is account %s's now, which has published nothing for it"
+                    logger.warning(said, self._deployment, owner.account)
+
+        async def begin() -> None:
+            await caught_up.wait()
+            owner.is_known = True
             self.reconsider()
-            if self.target is None:
-                logger.warning(
-                    "deployment %s is account %s's now, which has published nothing for it", self._deployment, self._owner.account
-                )
 
-    async def _begin(self, caught_up: asyncio.Event) -> None:
-        assert self._owner is not None  # noqa: S101 - narrows the type
-        await caught_up.wait()
-        self._owner.is_known = True
-        self.reconsider()
+        return [self._run(lambda: follow_all(self._options, topics, caught_up), take), begin()]
 
     async def _run(self, begin: Callable[[], AsyncGenerator[Batch]], take: Callable[[Batch], None]) -> None:
         pause = 1.0

@@ -1,7 +1,7 @@
 """Keeps one engine at the latest policy version: follows `weights`, downloads and verifies, applies through an adapter, acks.
 
-Guarantees: what `WeightTarget` and `WeightApplier` do: the version never goes back within an incarnation, nothing unverified reaches the
-engine, and it serves while a version is downloaded. What ends the subscriber is raised to the process that waits or stops it.
+Guarantees: those of `WeightTarget` and `WeightApplier`: the version never goes back within an incarnation, only verified weights reach the
+engine, and it serves during a download. The failure that ends the subscriber is raised to its caller in `wait_for` and `stop`.
 """
 
 import asyncio
@@ -12,8 +12,7 @@ from typing import Self
 from urllib.parse import quote
 
 from headrace.consumers.subscribers.engine_acks import AckTopic, EngineAcks
-from headrace.consumers.subscribers.weight_adapters import WeightAdapter
-from headrace.consumers.subscribers.weight_applier import WeightApplier, WeightCache
+from headrace.consumers.subscribers.weight_applier import WeightAdapter, WeightApplier, WeightCache
 from headrace.consumers.subscribers.weight_feed import WeightFeed
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import client_options
@@ -25,7 +24,7 @@ from headrace.schemas.weights import WeightsPublished
 
 
 class ModelDeletedError(HeadraceError):
-    """The model that is waited for was deleted."""
+    """The model was deleted, and the version that was waited for will not come."""
 
 
 class WeightSubscriber:
@@ -36,11 +35,11 @@ class WeightSubscriber:
         adapter: How weights get into the engine.
         engine_id: Name of the engine: key of its acks.
         model_id: Follow this model: its id, or its name as `name`, `project/name` or `account/project/name`.
-        deployment: Follow whatever names this deployment, and is of its account. Exactly one of the two.
+        deployment: Follow the models that name this deployment and are of its account. Exactly one of the two.
         base_url: Where the engine answers; in the acks.
         cache_dir: Folder for downloads, the engine's own. None: `.headrace/engines/<engine id>`.
         keep_versions: Downloaded versions that are kept there.
-        on_applied: Called after each version is served and acknowledged; what it raises is logged.
+        on_applied: Called after each version is served and acknowledged; an exception is logged.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class WeightSubscriber:
 
     @property
     def published(self) -> WeightsPublished | None:
-        """What the engine serves; None: what it was started with."""
+        """The version that the engine serves; None: the weights that it started with."""
         return self._applier.published
 
     @property
@@ -85,7 +84,7 @@ class WeightSubscriber:
 
         Raises:
             ModelDeletedError: the model was deleted meanwhile.
-            Exception: what ended the subscriber, if something did.
+            Exception: the failure that ended the subscriber, if one did.
         """
         async with self._moved:
             await self._moved.wait_for(lambda: self.version >= version or self._feed.deleted or self._ended() is not None)
@@ -116,7 +115,7 @@ class WeightSubscriber:
         """Stop following. The engine continues with what it has.
 
         Raises:
-            Exception: what ended the subscriber before, if something did: it is not swallowed.
+            Exception: the failure that ended the subscriber before, if one did.
         """
         failure = self._ended()
         for task in self._tasks:
@@ -139,7 +138,7 @@ class WeightSubscriber:
             self._moved.notify_all()
 
     def _ended(self) -> BaseException | None:
-        """What ended a task of Headrace; cancellation is no failure."""
+        """The failure of a task; cancellation is none."""
         done = [task for task in self._tasks if task.done() and not task.cancelled()]
         return next((error for task in done if (error := task.exception()) is not None), None)
 

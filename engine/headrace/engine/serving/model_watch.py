@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 
 from aiokafka import ConsumerRecord
 
-from headrace.consumers.subscribers.deployment_owner import DeploymentOwner
-from headrace.consumers.subscribers.weight_feed import WeightTarget
+from headrace.consumers.subscribers.weight_feed import DeploymentOwner, WeightTarget
 from headrace.core.commands import commands_through
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options

@@ -5,8 +5,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from headrace.gateway.access import KnownCaller
-from headrace.gateway.rlor import checkpoints, datasets, deployed_models, deployments, hot_load, jobs, models
-from headrace.gateway.rlor.wire import Wire
+from headrace.gateway.rlor import checkpoints, datasets, deployments, jobs, loading, models
+from headrace.gateway.rlor.resources import Wire
 
 _accounts = APIRouter(prefix="/v1/accounts", tags=["RLOR: accounts"])
 
@@ -37,5 +37,8 @@ async def list_accounts(
 
 router = APIRouter()
 router.include_router(_accounts)
-for _part in (datasets, jobs, checkpoints, models, deployments, deployed_models, hot_load):
-    router.include_router(_part.router)
+for _part in (
+    *(datasets.router, jobs.router, checkpoints.router, models.router),
+    *(deployments.router, loading.router, loading.hot_load_router),
+):
+    router.include_router(_part)

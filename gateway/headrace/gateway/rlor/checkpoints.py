@@ -1,8 +1,8 @@
-"""Checkpoints of an RLOR job: the versions of its model, oldest first; `:promote` gives one a name as an output model.
+"""Checkpoints of the RLOR API: the versions of a job's model, and their promotion to models.
 
 A checkpoint is named `accounts/<account>/rlorTrainerJobs/<job>/checkpoints/<job>-v<version>`; `:promote` needs the last part only.
-Guarantees: checkpoints of a deleted job can be listed and promoted while its record exists. A promotion is committed when it is answered.
-Limitations: checkpoints cannot be downloaded here; the weights are in the store.
+Guarantees: checkpoints can be listed and promoted while the record of their job exists. A promotion is committed when it is answered.
+Limitations: checkpoints cannot be downloaded.
 """
 
 import re
@@ -18,16 +18,25 @@ from headrace.gateway.log_writer import Turn
 from headrace.gateway.problems import ProblemError
 from headrace.gateway.rlor.job_status import KIND, Job, find_job, lock_job
 from headrace.gateway.rlor.lists import cut_page
-from headrace.gateway.rlor.resources import OwnAccount, resource_id, resource_name
-from headrace.gateway.rlor.steps import check_output_model
-from headrace.gateway.rlor.wire import ListPage, Timestamp, Wire, parse_as, read_object, request_body
+from headrace.gateway.rlor.models import check_output_model
+from headrace.gateway.rlor.resources import (
+    ListPage,
+    OwnAccount,
+    Timestamp,
+    Wire,
+    parse_as,
+    read_object,
+    request_body,
+    resource_id,
+    resource_name,
+)
 from headrace.gateway.step_history import BriefStep, StepHistory
 from headrace.gateway.tables import Tables
 from headrace.schemas.rlor import ModelAlias, model_alias_key
 
 router = APIRouter(prefix="/v1/accounts/{account}", tags=["RLOR: jobs"])
 
-_NAME = re.compile(r"^(?P<job>.+)-v(?P<version>[1-9]\d{0,8})$")
+_CHECKPOINT = re.compile(r"^(?P<job>.+)-v(?P<version>[1-9]\d{0,8})$")
 
 
 class Checkpoint(Wire):
@@ -94,7 +103,7 @@ async def list_checkpoints(
 async def promote(account: OwnAccount, checkpoint: str, request: Request, caller: KnownCaller, gate: OpenGate) -> Promoted:
     """Give a checkpoint a name as an output model, which can be loaded and trained further."""
     body = parse_as(Promotion, await read_object(request))
-    named = _NAME.match(checkpoint)
+    named = _CHECKPOINT.match(checkpoint)
     if named is None:
         raise ProblemError(404, f"{resource_name(account, 'checkpoints', checkpoint)[:300]} does not exist")
     job_id = resource_id(account, KIND, body.trainer_job_id, "trainer_job_id") if body.trainer_job_id else named["job"]
@@ -107,7 +116,9 @@ async def promote(account: OwnAccount, checkpoint: str, request: Request, caller
         alias = ModelAlias(account=account, id=output, job=job_id, model_id=job.record.model_id, version=version, owner=caller.owner)
         key = model_alias_key(account, output)
         await write_fact(gate, alias, turn=Turn.while_unchanged(account, gate.view.tables.facts, {key: None}))
-    return Promoted(model=PromotedModel(name=resource_name(account, "models", output), kind=_kind(job, "HF_PEFT_ADDON", "HF_BASE_MODEL")))
+    return Promoted(
+        model=PromotedModel(name=resource_name(account, "models", output), kind=_checkpoint_kind(job, "HF_PEFT_ADDON", "HF_BASE_MODEL"))
+    )
 
 
 def _find_history(tables: Tables, job: Job) -> StepHistory:
@@ -123,10 +134,10 @@ def _checkpoint(job: Job, entry: BriefStep) -> Checkpoint:
         name=f"{job.name}/checkpoints/{job.record.id}-v{entry.step}",
         create_time=entry.committed_at,
         update_time=entry.committed_at,
-        checkpoint_type=_kind(job, "CHECKPOINT_TYPE_INFERENCE_LORA", "CHECKPOINT_TYPE_INFERENCE_BASE"),
+        checkpoint_type=_checkpoint_kind(job, "CHECKPOINT_TYPE_INFERENCE_LORA", "CHECKPOINT_TYPE_INFERENCE_BASE"),
         restore_reference=entry.weights.uri,
     )
 
 
-def _kind(job: Job, lora: str, full: str) -> str:
+def _checkpoint_kind(job: Job, lora: str, full: str) -> str:
     return lora if job.fields.training_config.lora_rank else full

@@ -1,31 +1,179 @@
-"""Datasets, their files in the object store, and datasets that stay in the client's S3.
+"""The files of a dataset: lines and their formats, files in the object store, and datasets that stay in the client's S3.
 
-A file is checked line by line before it is stored, unchanged, under a name with its digest. `s3://bucket/folder/` is every `.jsonl` below
-the folder in the order of their names, `s3://bucket/file.jsonl` one file; a step reads them with the credentials of its job.
-Guarantees: a file is in the store whole and valid, or not at all. Memory is bounded by one line. Reading checks the digest. S3 is read only
-at the endpoint of the gateway's settings, and never with the gateway's own credentials.
-Limitations: an upload waits on the temporary folder's disk until its last line is checked. Files in S3 are not validated before a step
-reads them; roles are not supported. Blocking: not for an event loop.
+Files are JSONL. A byte order mark and empty lines are ignored; a line may end in CRLF. A file is checked line by line before it is stored,
+unchanged, under a name with its digest. `s3://bucket/folder/` is every `.jsonl` below the folder in the order of their names,
+`s3://bucket/file.jsonl` one file; a step reads them with the credentials of its job.
+Guarantees: a file is in the store whole and valid, or not at all. Memory holds one line at most, of at most `MAX_LINE_BYTES`. A line that
+could hold more than `MAX_LINE_VALUES` values is not parsed, so that parsing never holds the interpreter for long. A fault names the line,
+counted from 1 with the empty ones. Reading checks the digest. S3 is read only at the endpoint of the gateway's settings, and never with the
+gateway's own credentials.
+Limitations: only the first fault is named; brackets and commas inside texts count as values too. Files in S3 are not validated before a
+step reads them; roles are not supported. Blocking: not for an event loop.
 """
 
 import contextlib
 import hashlib
+import math
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any, Self
 from urllib.parse import urlsplit
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from headrace.core.errors import HeadraceError
 from headrace.core.settings import S3Settings
 from headrace.core.store import ObjectStore, StoreError, open_store
 from headrace.core.store.folders import CHUNK_BYTES
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
-from headrace.gateway.rlor.dataset_lines import DatasetFaultError, RlLine, infer_format, read_line, split_lines
 from headrace.gateway.rlor.resources import find_record, records_under, resource_id, resource_name
 from headrace.gateway.tables import Tables
+from headrace.schemas.chat import Message, Tool
+from headrace.schemas.parsing import load_json, validate
+from headrace.schemas.reasons import CodecError
 from headrace.schemas.rlor import DatasetFact, DatasetFile, DatasetFormat, dataset_files_prefix, dataset_key
+
+MAX_LINE_BYTES = 16 * 1024 * 1024
+MAX_LINE_VALUES = 500_000
+_BOM = b"\xef\xbb\xbf"
+
+
+class DatasetFaultError(HeadraceError):
+    """A file that cannot be part of a dataset; the message has the line and the fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that is not empty, without its end. Raises `DatasetFaultError` if it could hold more than `MAX_LINE_VALUES` values."""
+
+    number: int
+    """From 1, with the empty ones."""
+    text: bytes
+    ended: bool
+    """Whether a line end follows; only the last line may have none."""
+
+    def __post_init__(self) -> None:
+        # Each value of an object or array has a bracket or a comma before it.
+        if sum(self.text.count(mark) for mark in (b"{", b"[", b",")) > MAX_LINE_VALUES:
+            raise DatasetFaultError(
+                f"line {self.number} holds more than {MAX_LINE_VALUES} brackets and commas: split it into several lines"
+            )
+
+
+class _Example(BaseModel):
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+class ChatLine(_Example):
+    """A line of format CHAT: a conversation to imitate."""
+
+    messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = None
+
+    @model_validator(mode="after")
+    def _is_trainable(self) -> Self:
+        role = self.messages[-1].role
+        if role != "assistant":
+            raise ValueError(f"messages: the last one is of {role}: the answer to train on, of assistant, must be the last")
+        return self
+
+
+class RlSample(ChatLine):
+    """One answer to a prompt: its conversation and its scores. Other keys are allowed."""
+
+    evals: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_metrics(self) -> Self:
+        for name, value in (self.evals or {}).items():
+            if not _is_number(value):
+                raise ValueError(f"evals.{name}: a metric is a JSON number, not {type(value).__name__}")
+        if not self.metrics:
+            raise ValueError('no metric: give numbers in `evals`, such as {"score": 0.5}, or next to `messages`')
+        return self
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name: those in `evals`; if it has none, the other numbers of the sample."""
+        numbers = {name: value for name, value in (self.model_extra or {}).items() if _is_number(value)}
+        return {name: float(value) for name, value in (self.evals or numbers).items()}
+
+
+class RlLine(_Example):
+    """A line of format RL: the answers to one prompt."""
+
+    samples: list[RlSample] = Field(min_length=2)
+
+
+class CompletionLine(_Example):
+    """A line of format COMPLETION."""
+
+    prompt: str
+    completion: str = Field(min_length=1)
+
+
+_EXAMPLES: dict[DatasetFormat, type[RlLine | ChatLine | CompletionLine]] = {"RL": RlLine, "CHAT": ChatLine, "COMPLETION": CompletionLine}
+_FORMAT_KEYS: dict[str, DatasetFormat] = {"samples": "RL", "messages": "CHAT", "prompt": "COMPLETION"}
+
+
+def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
+    """The lines that are not empty. Raises DatasetFaultError (a line above `MAX_LINE_BYTES`)."""
+    begun: list[bytes] = []
+    number, size = 1, 0
+    for chunk in chunks:
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            yield from _line(number, b"".join((*begun, end)), ended=True)
+            number, size = number + 1, 0
+            begun.clear()
+        begun.append(rest)
+        size += len(rest)
+        if size > MAX_LINE_BYTES:
+            raise DatasetFaultError(f"line {number} has more than {MAX_LINE_BYTES} bytes: are there line ends (\\n) in the file?")
+    yield from _line(number, b"".join(begun), ended=False)
+
+
+def read_line(line: Line, format: DatasetFormat) -> RlLine | ChatLine | CompletionLine:  # noqa: A002 - the API's word
+    """The example on a line. Raises DatasetFaultError (the line is not of this format)."""
+    value = _parse(line)
+    try:
+        return validate(_EXAMPLES[format], value)
+    except CodecError as error:
+        raise DatasetFaultError(f"line {line.number}: {error}") from error
+
+
+def infer_format(line: Line) -> DatasetFormat:
+    """The format of a line. Raises DatasetFaultError (no format has such a line)."""
+    found = _parse(line)
+    if isinstance(found, dict):
+        for key, format in _FORMAT_KEYS.items():  # noqa: A001 - as above
+            if key in found:
+                return format
+    raise DatasetFaultError(
+        f"line {line.number} is no example: an object with `samples` (RL), `messages` (CHAT) or `prompt` (COMPLETION) is needed"
+    )
+
+
+def _line(number: int, text: bytes, *, ended: bool) -> Iterator[Line]:
+    if number == 1:
+        text = text.removeprefix(_BOM)
+    if text := text.strip():
+        yield Line(number, text, ended)
+
+
+def _parse(line: Line) -> Any:  # noqa: ANN401 - raw JSON
+    try:
+        return load_json(line.text)
+    except CodecError as error:
+        cut_off = "" if line.ended else ". It is the last line, and has no line end: was the file cut off?"
+        raise DatasetFaultError(f"line {line.number}: {error}{cut_off}") from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
 
 S3_SECRET = "awsS3Config.credentialsSecret"  # noqa: S105 - a field's name
 _KEY_NAMES = ("aws_access_key_id", "aws_secret_access_key")

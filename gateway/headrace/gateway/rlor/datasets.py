@@ -1,9 +1,11 @@
 """Datasets of the RLOR API: create, list, get, upload (multipart, or by a signed address), validate, delete.
 
 Guarantees: READY means that every line of every file was read and fits its format, and that all files are in the store. A READY dataset
-never changes. Limitations: no change after the creation, no splits, no transformations, no downloads.
+never changes.
+Limitations: no change after the creation, no splits, no transformations, no downloads.
 """
 
+import logging
 import uuid
 from contextlib import suppress
 from typing import Literal
@@ -18,8 +20,27 @@ from headrace.gateway.facts import write_fact
 from headrace.gateway.gate import OpenGate
 from headrace.gateway.log_writer import OvertakenError, Turn
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.dataset_files import Dataset, check_external_url, find_dataset, with_files
-from headrace.gateway.rlor.dataset_uploads import (
+from headrace.gateway.rlor.dataset_files import (
+    Dataset,
+    check_external_url,
+    find_dataset,
+    with_files,
+)
+from headrace.gateway.rlor.filters import ReadMask, resource_response
+from headrace.gateway.rlor.lists import ListParameters, list_page
+from headrace.gateway.rlor.resources import (
+    Empty,
+    Int64,
+    ListPage,
+    OwnAccount,
+    Status,
+    Timestamp,
+    Wire,
+    check_id,
+    delete_records,
+    records_under,
+)
+from headrace.gateway.rlor.uploads import (
     add_file,
     body_file,
     check_signature,
@@ -31,11 +52,9 @@ from headrace.gateway.rlor.dataset_uploads import (
     while_unchanged,
     write_change,
 )
-from headrace.gateway.rlor.field_paths import ReadMask, resource_response
-from headrace.gateway.rlor.lists import ListParameters, list_page
-from headrace.gateway.rlor.resources import OwnAccount, check_id, delete_records, records_under
-from headrace.gateway.rlor.wire import Empty, Int64, ListPage, Status, Timestamp, Wire
 from headrace.schemas.rlor import DatasetFact, dataset_file_key, dataset_key
+
+logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/accounts/{account}/datasets", tags=["RLOR: datasets"])
 

@@ -13,8 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.resources import find_record, records_under, resource_name
-from headrace.gateway.rlor.wire import Int32, Wire
+from headrace.gateway.rlor.resources import Int32, Wire, find_record, records_under, resource_name
 from headrace.gateway.tables import Tables, engine_of
 from headrace.schemas.deployments import (
     DeployedModel,

@@ -28,12 +28,26 @@ from headrace.gateway.rlor.deployment_state import (
     find_replicas,
     list_account_deployments,
 )
-from headrace.gateway.rlor.field_paths import MAX_FIELDS, ReadMask, field_path, resource_response
+from headrace.gateway.rlor.filters import MAX_FIELDS, ReadMask, field_path, resource_response
 from headrace.gateway.rlor.job_rules import base_model_name
 from headrace.gateway.rlor.job_status import KIND, find_job
 from headrace.gateway.rlor.lists import ListParameters, list_page
-from headrace.gateway.rlor.resources import OwnAccount, check_id, delete_records, records_under, resource_id, resource_name
-from headrace.gateway.rlor.wire import Empty, ListPage, Status, Timestamp, Wire, parse_as, read_object, request_body
+from headrace.gateway.rlor.resources import (
+    Empty,
+    ListPage,
+    OwnAccount,
+    Status,
+    Timestamp,
+    Wire,
+    check_id,
+    delete_records,
+    parse_as,
+    read_object,
+    records_under,
+    request_body,
+    resource_id,
+    resource_name,
+)
 from headrace.gateway.tables import Tables
 from headrace.schemas.base import utc_now
 from headrace.schemas.deployments import DeployedModel, DeploymentFact, deployed_model_key, deployment_key, hot_load_key

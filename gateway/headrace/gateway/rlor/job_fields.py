@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, field_validator
 from pydantic.alias_generators import to_camel
 
-from headrace.gateway.rlor.wire import Duration, Int32, Wire
+from headrace.gateway.rlor.resources import Duration, Int32, Wire
 
 _REGION_FAMILIES = {
     "US": {

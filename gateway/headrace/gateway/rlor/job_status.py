@@ -22,8 +22,7 @@ from headrace.core.model_views import ModelView
 from headrace.gateway.gate import Gate
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.job_fields import JobFields, WandbConfig
-from headrace.gateway.rlor.resources import find_record, resource_name
-from headrace.gateway.rlor.wire import Int64, Status, Timestamp, Wire
+from headrace.gateway.rlor.resources import Int64, Status, Timestamp, Wire, find_record, resource_name
 from headrace.gateway.tables import Tables
 from headrace.schemas.base import utc_now
 from headrace.schemas.deployments import deployment_key

@@ -25,15 +25,27 @@ from headrace.gateway.log_writer import OvertakenError
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.dataset_files import S3_SECRET, parse_credentials
 from headrace.gateway.rlor.deployment_state import belongs_to_another, check_snapshot_source
-from headrace.gateway.rlor.field_paths import ReadMask, resource_response
+from headrace.gateway.rlor.filters import ReadMask, resource_response
 from headrace.gateway.rlor.job_fields import JobFields, without_effect
 from headrace.gateway.rlor.job_rules import base_model_name, check_fields, fill_defaults, model_settings, warm_start
 from headrace.gateway.rlor.job_status import KIND, Job, RlorTrainerJob, each_job, find_job, job_resource, lock_job, step_views
 from headrace.gateway.rlor.lists import ListParameters, list_page
-from headrace.gateway.rlor.resources import PROJECT, OwnAccount, resource_id, resource_name, rlor_model_id
-from headrace.gateway.rlor.steps import check_output_model, prepare_step, seal_commands, without_step, write_job, write_step
+from headrace.gateway.rlor.models import check_output_model
+from headrace.gateway.rlor.resources import (
+    PROJECT,
+    Empty,
+    ListPage,
+    OwnAccount,
+    Wire,
+    parse_as,
+    read_object,
+    request_body,
+    resource_id,
+    resource_name,
+    rlor_model_id,
+)
+from headrace.gateway.rlor.steps import prepare_step, seal_commands, without_step, write_job, write_step
 from headrace.gateway.rlor.tracking import NO_KEY, can_track, is_offline
-from headrace.gateway.rlor.wire import Empty, ListPage, Wire, parse_as, read_object, request_body
 from headrace.gateway.tables import Tables
 from headrace.gateway.tokens import SecretBox, SecretBoxError
 from headrace.schemas.base import utc_now

@@ -1,8 +1,8 @@
 """A page of a list of resources: `filter`, `orderBy`, `readMask`, `pageSize` and `pageToken`.
 
-`orderBy` is a list of fields, each with ` desc` for a falling order; equal rows are ordered by name.
-Guarantees: a field that is not set comes before all values. A page token is valid only for the call that returned it, with the same other
-parameters. A token names the last row of its page, so a list that changes between two calls repeats and skips no row.
+`orderBy` is a list of fields, each with ` desc` for a falling order; equal rows are ordered by name. A field that is not set comes first.
+Guarantees: a page token is valid only for the call that returned it, with the same other parameters. A token names the last row of its
+page, so a list that changes between two calls repeats and skips no row.
 Limitations: if that very row is deleted between the calls, the next page begins at its former position.
 """
 
@@ -17,9 +17,8 @@ from fastapi import Query
 from pydantic import BaseModel, Field
 
 from headrace.gateway.problems import ProblemError
-from headrace.gateway.rlor.field_paths import Path, field_path, parse_mask, to_json, value_at
-from headrace.gateway.rlor.filters import parse_filter
-from headrace.gateway.rlor.wire import Wire
+from headrace.gateway.rlor.filters import Path, field_path, parse_filter, parse_mask, to_json, value_at
+from headrace.gateway.rlor.resources import Wire
 
 DEFAULT_SIZE = 50
 MAX_SIZE = 200

@@ -1,8 +1,9 @@
-"""Models of the RLOR API: the names that clients gave to versions, the base models of the catalogue, and both as names in inference.
+"""Models of the RLOR API: names that clients gave to versions, and base models.
 
-Guarantees: a model does not exist before its step begins, is UPLOADING while it runs and READY once it is committed; models of a deleted
-job stay. In inference, a model's name is its version, and a deployment's name is the version that its engines should serve, or its base
-model. Limitations: models cannot be uploaded. A deletion removes the name, not the weights. Inference does not choose the engines of one
+In inference, a model's name is its version, and a deployment's name is the version that its engines should serve, or its base model.
+Guarantees: a model does not exist before its step begins, is UPLOADING while it runs and READY once it is committed. Models of a deleted
+job stay.
+Limitations: models cannot be uploaded. A deletion removes the name, not the weights. Inference does not choose the engines of one
 deployment: any engine that serves the version may answer.
 """
 
@@ -15,13 +16,26 @@ from fastapi.responses import JSONResponse
 
 from headrace.core.model_views import ModelView
 from headrace.gateway.access import Caller, KnownCaller
-from headrace.gateway.gate import OpenGate
+from headrace.gateway.gate import Gate, OpenGate
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
 from headrace.gateway.rlor.deployment_state import DeployedState, find_deployed_models, find_deployment, find_load_target
-from headrace.gateway.rlor.field_paths import ReadMask, resource_response
+from headrace.gateway.rlor.filters import ReadMask, resource_response
 from headrace.gateway.rlor.lists import ListParameters, list_page
-from headrace.gateway.rlor.resources import PROJECT, OwnAccount, delete_records, find_record, records_under, resource_name
-from headrace.gateway.rlor.wire import Empty, ListPage, Status, Timestamp, Wire
+from headrace.gateway.rlor.resources import (
+    PROJECT,
+    Empty,
+    ListPage,
+    OwnAccount,
+    Status,
+    Timestamp,
+    Wire,
+    check_id,
+    delete_records,
+    find_record,
+    records_under,
+    resource_id,
+    resource_name,
+)
 from headrace.gateway.step_history import BriefStep
 from headrace.gateway.tables import Tables
 from headrace.schemas.base import utc_now
@@ -144,6 +158,14 @@ def find_model(tables: Tables, account: str, model: str) -> NamedModel:
     found = _resolve(tables, _find_alias(tables, account, model))
     if isinstance(found, str):
         raise ProblemError(404, f"{resource_name(account, 'models', model)} does not exist: {found}")
+    return found
+
+
+def check_output_model(tables: Tables, gate: Gate, account: str, name: str, field: str) -> str:
+    """The id of a model that does not exist yet. Raises ProblemError (400: not an id; 409: the model exists)."""
+    found = check_id(resource_id(account, "models", name, field), field)
+    if model_alias_key(account, found) in tables.facts or found in gate.settings.base_models:
+        raise ProblemError(409, f"{field}: {resource_name(account, 'models', found)} exists: delete it first, or take another id")
     return found
 
 

@@ -21,8 +21,7 @@ from headrace.core.settings import GatewaySettings
 from headrace.core.store import DigestMismatchError, InvalidKeyError, ObjectNotFoundError, ObjectStore
 from headrace.gateway.problems import FaultError, ProblemError, UnprocessableError
 from headrace.gateway.reach import NotReachableError, Reach
-from headrace.gateway.rlor.dataset_files import ready_dataset
-from headrace.gateway.rlor.dataset_lines import DatasetFaultError, Line, split_lines
+from headrace.gateway.rlor.dataset_files import DatasetFaultError, Line, ready_dataset, split_lines
 from headrace.gateway.rlor.resources import PROJECT, resource_name
 from headrace.gateway.training_jobs.config import Faults, parts_of
 from headrace.gateway.training_jobs.staging import Loc, Read

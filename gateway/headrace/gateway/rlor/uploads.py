@@ -1,11 +1,11 @@
-"""Uploads of a dataset's files: from a request, or from a signed address, to the object store and into the log.
+"""Uploads to datasets: bodies in temporary files, signed addresses, and the records that make a file part of its dataset.
 
 An upload goes to a temporary file, is checked there line by line, is stored, and then its record is written. A signed address accepts one
-file without a key, for an hour. Guarantees: an upload that breaks off, is too short or has an invalid line is not part of the dataset,
-whose `status` has the fault; a READY dataset does not change. An address is valid only for this dataset, file name and size, and not for a
-dataset that was created again under the name. All gateways with one `gateway.secrets_key` accept each other's addresses. Limitations: an
-upload that broke off cannot be continued. Without `gateway.secrets_key` an address is valid only at the gateway process that made it. An
-address cannot be withdrawn.
+file of one name and size without a key, for an hour, and not for a dataset that was created again under the name.
+Guarantees: an upload that breaks off, is too short or has an invalid line is not part of the dataset, whose `status` has the fault. All
+gateways with one `gateway.secrets_key` accept each other's addresses.
+Limitations: an upload that broke off cannot be continued. An address cannot be withdrawn; without `gateway.secrets_key` it is valid only at
+the gateway process that made it.
 """
 
 import asyncio
@@ -31,8 +31,13 @@ from headrace.gateway.facts import fact_record, write_fact
 from headrace.gateway.gate import Gate
 from headrace.gateway.log_writer import OvertakenError, Turn
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
-from headrace.gateway.rlor.dataset_files import Dataset, delete_files, find_dataset, store_file
-from headrace.gateway.rlor.dataset_lines import DatasetFaultError
+from headrace.gateway.rlor.dataset_files import (
+    Dataset,
+    DatasetFaultError,
+    delete_files,
+    find_dataset,
+    store_file,
+)
 from headrace.schemas.base import utc_now
 from headrace.schemas.rlor import DatasetFact, DatasetFile, dataset_file_key, dataset_key
 

@@ -1,30 +1,184 @@
-"""Hot load: a client asks a deployment's engines to load a snapshot, and watches each of them until they have.
+"""What a deployment's engines load: models (`deployedModels`) and snapshots (hot load).
 
 A step of a job with `hotLoadDeploymentId`, or of a deployment's trainer, writes the manifest of its version as
-`deployments/<folder>/<identity>/manifest.json`; the identity is in the ledger. Guarantees: an engine has a snapshot when it reported that
-itself; until then its former one is shown, and the requested one as the target. Limitations: no deltas: every load is of the whole
-snapshot, even if the metadata names a delta. The download and the load after it are one stage. A prompt cache never outlives a version
-here, so `reset_prompt_cache` is stored without an effect.
+`deployments/<folder>/<identity>/manifest.json`; the identity is in the ledger.
+Guarantees: an engine has a version when it reported that version itself, or a later one of the same model, which it serves by this one's
+name too. Until then its former snapshot is shown, and the requested one as the target.
+Limitations: adapters are not merged into the base model; `replaceMergedAddon` removes the others. Every load is of the whole snapshot, even
+if the metadata names a delta. The download and the load after it are one stage. `reset_prompt_cache` is stored without an effect: a prompt
+cache never outlives a version here.
 """
 
+import hashlib
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.gateway.access import KnownCaller
-from headrace.gateway.facts import write_fact
+from headrace.gateway.facts import fact_record, write_fact
 from headrace.gateway.gate import OpenGate
+from headrace.gateway.log_writer import Sealed
 from headrace.gateway.problems import FAILED_PRECONDITION, ProblemError
-from headrace.gateway.rlor.deployment_state import Ack, Deployment, LoadTarget, Replica, find_deployment, find_load_target, find_replicas
-from headrace.gateway.rlor.models import published_version
-from headrace.gateway.rlor.resources import PROJECT
-from headrace.gateway.rlor.wire import Empty
+from headrace.gateway.rlor.deployment_state import (
+    Ack,
+    DeployedState,
+    Deployment,
+    LoadTarget,
+    ModelOnDeployment,
+    Replica,
+    deployed_model_from_record,
+    find_deployed_models,
+    find_deployment,
+    find_load_target,
+    find_replicas,
+)
+from headrace.gateway.rlor.filters import ReadMask, resource_response
+from headrace.gateway.rlor.lists import ListParameters, list_page
+from headrace.gateway.rlor.models import find_model, published_version
+from headrace.gateway.rlor.resources import (
+    PROJECT,
+    Empty,
+    ListPage,
+    OwnAccount,
+    Status,
+    Timestamp,
+    Wire,
+    find_record,
+    resource_id,
+    resource_name,
+)
 from headrace.gateway.tables import Tables
-from headrace.schemas.deployments import HotLoad, PromptCacheReset
+from headrace.schemas.base import utc_now
+from headrace.schemas.deployments import DeployedModel, HotLoad, PromptCacheReset, deployed_model_key
 from headrace.schemas.weights import WeightsApplied, WeightsFailed, WeightsPublished
 
-router = APIRouter(tags=["RLOR: hot load"])
+router = APIRouter(prefix="/v1/accounts/{account}/deployedModels", tags=["RLOR: deployments"])
+hot_load_router = APIRouter(tags=["RLOR: hot load"])
+
+
+class DeployModel(Wire):
+    """Body of a load."""
+
+    model: str = Field(min_length=1)
+    deployment: str = Field(min_length=1)
+    display_name: str = Field(default="", max_length=63)
+    description: str = Field(default="", max_length=4096)
+    default: bool = False
+    public: bool = False
+    serverless: bool = False
+
+
+class DeployedModelObject(Wire):
+    """A model on a deployment."""
+
+    name: str
+    display_name: str
+    description: str
+    model: str
+    deployment: str
+    state: DeployedState
+    status: Status
+    default: bool
+    public: bool
+    serverless: bool = False
+    create_time: Timestamp
+    update_time: Timestamp
+
+
+class DeployedModelList(ListPage):
+    """A page of models on deployments."""
+
+    deployed_models: list[DeployedModelObject]
+
+
+@router.post("", response_model_exclude_none=True)
+async def load_model(
+    account: OwnAccount,
+    body: DeployModel,
+    caller: KnownCaller,
+    gate: OpenGate,
+    replace_merged_addon: Annotated[bool, Query(alias="replaceMergedAddon")] = False,
+) -> DeployedModelObject:
+    """Ask a deployment's engines to load a model. A repeat makes it again the version that they should serve."""
+    if body.serverless:
+        raise ProblemError(400, "serverless: a model is loaded on a deployment")
+    tables = await gate.view.fresh()
+    model = find_model(tables, account, resource_id(account, "models", body.model, "model"))
+    deployment = find_deployment(tables, account, resource_id(account, "deployments", body.deployment, "deployment"))
+    version, base_model = model.version(), deployment.record.base_model
+    if version.base_model != base_model:
+        raise ProblemError(400, f"model: {model.name} is of base model {version.base_model}, {deployment.name} of {base_model}")
+    if deployment.fields.enable_hot_reload_latest_addon and not replace_merged_addon:
+        raise ProblemError(400, f"replaceMergedAddon: {deployment.name} has one addon at a time (enableHotReloadLatestAddon): must be true")
+    record = DeployedModel(
+        account=account,
+        id=f"{model.alias.id}-{hashlib.sha256(deployment.record.id.encode()).hexdigest()[:8]}",
+        deployment=deployment.record.id,
+        model=model.alias.id,
+        owner=caller.owner,
+        published=version,
+        display_name=body.display_name,
+        description=body.description,
+        default=body.default,
+        public=body.public,
+    )
+    topic, key = gate.settings.topic_names.gateway, deployed_model_key(account, record.id)
+    records = [fact_record(gate, record)]
+    if replace_merged_addon:
+        others = [other.record.id for other in find_deployed_models(tables, account, deployment=deployment.record.id)]
+        records += [Sealed(topic=topic, key=deployed_model_key(account, other), value=None) for other in others if other != record.id]
+    await gate.writer.commit(records, is_in=lambda: gate.view.tables.facts.get(key) == record)
+    return _deployed_model_resource(_find_deployed_model(gate.view.tables, account, record.id))
+
+
+@router.get("", response_model=DeployedModelList)
+async def list_deployed_models(account: OwnAccount, gate: OpenGate, parameters: ListParameters) -> JSONResponse:
+    """Models on deployments of the account."""
+    rows = [_deployed_model_resource(model) for model in find_deployed_models(await gate.view.fresh(), account)]
+    return JSONResponse(list_page(rows, DeployedModelObject, parameters, key="deployedModels", account=account))
+
+
+@router.get("/{deployed_model}", response_model=DeployedModelObject)
+async def get_deployed_model(account: OwnAccount, deployed_model: str, gate: OpenGate, read_mask: ReadMask = "") -> JSONResponse:
+    """One model on a deployment."""
+    return resource_response(_deployed_model_resource(_find_deployed_model(await gate.view.fresh(), account, deployed_model)), read_mask)
+
+
+@router.delete("/{deployed_model}")
+async def unload_model(account: OwnAccount, deployed_model: str, gate: OpenGate) -> Empty:
+    """Ask the engines to unload it: UNDEPLOYING until they have reported that, then 404."""
+    found = _find_deployed_model(await gate.view.fresh(), account, deployed_model)
+    if found.record.removed_at is None:
+        await write_fact(gate, found.record.model_copy(update={"removed_at": utc_now()}))
+    return Empty()
+
+
+def _find_deployed_model(tables: Tables, account: str, deployed_model: str) -> ModelOnDeployment:
+    name = resource_name(account, "deployedModels", deployed_model)
+    found = deployed_model_from_record(tables, find_record(tables, deployed_model_key(account, deployed_model), DeployedModel, name))
+    if found is None:
+        raise ProblemError(404, f"{name[:300]} does not exist")
+    return found
+
+
+def _deployed_model_resource(model: ModelOnDeployment) -> DeployedModelObject:
+    record = model.record
+    return DeployedModelObject(
+        name=model.name,
+        display_name=record.display_name,
+        description=record.description,
+        model=resource_name(record.account, "models", record.model),
+        deployment=model.deployment,
+        state=model.state,
+        status=Status() if model.fault is None else Status(code="INTERNAL", message=model.fault),
+        default=record.default,
+        public=record.public,
+        create_time=record.created_at,
+        update_time=record.removed_at or record.requested_at,
+    )
+
 
 _PATHS = ("/hot_load/v1/models/hot_load", "/v1/models/hot_load")
 DeploymentHeader = Annotated[str, Header(alias="fireworks-deployment")]
@@ -140,9 +294,9 @@ async def hot_load_hint(caller: KnownCaller, gate: OpenGate, fireworks_deploymen
 
 for _path in _PATHS:
     _main = _path == _PATHS[0]
-    router.add_api_route(_path, hot_load, methods=["POST"], include_in_schema=_main)
-    router.add_api_route(_path, hot_load_status, methods=["GET"], response_model_exclude_none=True, include_in_schema=_main)
-    router.add_api_route(f"{_path}/hint", hot_load_hint, methods=["POST"], include_in_schema=_main)
+    hot_load_router.add_api_route(_path, hot_load, methods=["POST"], include_in_schema=_main)
+    hot_load_router.add_api_route(_path, hot_load_status, methods=["GET"], response_model_exclude_none=True, include_in_schema=_main)
+    hot_load_router.add_api_route(f"{_path}/hint", hot_load_hint, methods=["POST"], include_in_schema=_main)
 
 
 def _deployment(tables: Tables, caller: KnownCaller, name: str) -> Deployment:
