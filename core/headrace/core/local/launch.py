@@ -120,7 +120,9 @@ def _wait_until_ready(program: Program, folder: ServiceFolder, process: JavaProc
         except TimeoutError:
             continue
         words = tail(folder.output_file, folder.log_file)
-        kind = PortLostError if "Address already in use" in words else LocalServiceError
+        # Kafka's words, and S3Proxy's.
+        is_lost = "Address already in use" in words or "Failed to bind to" in words
+        kind = PortLostError if is_lost else LocalServiceError
         raise kind(
             f"{label} ended with status {status} while it started; its last words, from {folder.log_file}:\n"
             f"{words}{corrupt_jars(program.distribution)}"
