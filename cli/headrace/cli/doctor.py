@@ -12,10 +12,10 @@ from rich.table import Table
 
 from headrace.core import checkup
 from headrace.core.checkup import Finding
+from headrace.core.errors import install_advice
 from headrace.core.settings import Settings
 
 TRAINER_PACKAGES = ("torch", "transformers", "deepspeed", "peft")
-TRAINER_ADVICE = "install the extra `trainer`, from a clone: pip install '.[trainer]'"
 
 
 class Role(StrEnum):
@@ -68,7 +68,7 @@ def _packages() -> list[Finding]:
         try:
             findings.append(Finding(name=name, ok=True, detail=version(name)))
         except PackageNotFoundError:
-            findings.append(Finding(name=name, ok=False, detail="not installed", advice=TRAINER_ADVICE))
+            findings.append(Finding(name=name, ok=False, detail="not installed", advice=install_advice("trainer")))
     return findings
 
 
@@ -77,7 +77,7 @@ def _devices() -> list[Finding]:
     try:
         import torch  # noqa: PLC0415 - it takes seconds
     except (ImportError, OSError) as error:
-        return [Finding(name="devices", ok=False, detail=f"torch can't be imported: {error}", advice=TRAINER_ADVICE)]
+        return [Finding(name="devices", ok=False, detail=f"torch can't be imported: {error}", advice=install_advice("trainer"))]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     cpu = f"CPU, {torch.get_num_threads()} threads (float32)"
     return [Finding(name="devices", ok=True, detail=", ".join(gpus) or cpu)]

@@ -6,7 +6,7 @@ spawns imports this file again, as the `headrace` script does.
 
 import sys
 
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, install_advice
 from headrace.core.importing import importing
 
 _EXTRA_OF = {
@@ -47,9 +47,11 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA_OF:
             raise
-        extra = _EXTRA_OF[package]
-        how = f"install the extra {extra!r} of this distribution, from a clone: pip install '.[{extra}]'"
-        console.print(f"[bold red]error:[/] the package {package} is not installed: {escape(how)}", highlight=False, soft_wrap=True)
+        console.print(
+            f"[bold red]error:[/] the package {package} is not installed. {escape(install_advice(_EXTRA_OF[package]))}",
+            highlight=False,
+            soft_wrap=True,
+        )
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

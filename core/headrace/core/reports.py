@@ -16,7 +16,7 @@ import numpy.typing as npt
 import orjson
 from pydantic import ValidationError
 
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, install_advice
 from headrace.core.store import ObjectNotFoundError, ObjectStore, read_manifest
 from headrace.schemas.state import REPORT_FILE, ROWS_FILE, StepReport
 from headrace.schemas.weights import WeightsRef
@@ -125,7 +125,7 @@ def open_rows(body: bytes) -> PackedRows:
         from safetensors.numpy import load  # noqa: PLC0415
     except ImportError as error:
         raise RowsUnreadableError(
-            "reading rows needs the package safetensors: install the extra `gateway`, from a clone: pip install '.[gateway]'"
+            f"reading rows needs the package safetensors, which is not installed. {install_advice('gateway')}"
         ) from error
     try:
         arrays: Arrays = load(body)

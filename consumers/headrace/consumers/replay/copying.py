@@ -18,6 +18,7 @@ from typing import BinaryIO
 from aiokafka import AIOKafkaProducer
 
 from headrace.consumers.replay.groups import GroupReader, RawGroup, Selection, Unusable
+from headrace.consumers.worker.rerun import offsets_of
 from headrace.core.errors import HeadraceError
 from headrace.core.kafka import ClientOptions, client_options, plain_errors
 from headrace.core.lanes import lane_of
@@ -99,7 +100,7 @@ async def trained_offsets(settings: Settings, model_id: str, steps: StepRange, s
     records = await read_ledger(settings, model_id, steps=steps, shadow_of=shadow_of)
     if not records:
         raise HeadraceError(f"the ledger has no step {steps} of model {model_id}: `headrace steps` lists those there are")
-    return frozenset(offset for record in records for span in record.offsets for offset in range(span.first, span.last + 1))
+    return frozenset(offset for record in records for offset in offsets_of(record.offsets))
 
 
 def _json_lines(stream: BinaryIO) -> Put:

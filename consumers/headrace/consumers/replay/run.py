@@ -194,8 +194,16 @@ class _Run:
         """The state that a world holds, as a snapshot for the next one."""
         folder = self._folder / f"state-{before.step}"
         await device.world.save(key_after(before), folder)
-        identity = {name: getattr(before, name) for name in ("model_id", "incarnation", "step", "attempt")}
-        name = f"states/{before.step}"
-        _, snapshot = await asyncio.to_thread(store_folder, self._carried, name, folder, kind="snapshot", **identity)
+        _, snapshot = await asyncio.to_thread(
+            store_folder,
+            self._carried,
+            f"states/{before.step}",
+            folder,
+            kind="snapshot",
+            model_id=before.model_id,
+            incarnation=before.incarnation,
+            step=before.step,
+            attempt=before.attempt,
+        )
         await asyncio.to_thread(shutil.rmtree, folder)
         return snapshot

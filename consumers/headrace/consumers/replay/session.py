@@ -217,11 +217,25 @@ async def _publish(settings: Settings, store: ObjectStore, name: tuple[str, str]
     train, changed = fork.model.train, fork.changes.config
     model = fork.model.model_copy(update={"train": train if changed is None else merged_config(train, changed)})
     prefix = f"forks/{uuid.uuid4()}"
-    place = {each: getattr(record, each) for each in ("incarnation", "step", "attempt")}
     _, snapshot = await asyncio.to_thread(
-        store_folder, store, f"{prefix}/snapshot", rerun.out_dir / "snapshot", kind="snapshot", model_id=record.model_id, **place
+        store_folder,
+        store,
+        f"{prefix}/snapshot",
+        rerun.out_dir / "snapshot",
+        kind="snapshot",
+        model_id=record.model_id,
+        incarnation=record.incarnation,
+        step=record.step,
+        attempt=record.attempt,
     )
-    start = StartFrom(snapshot=snapshot, scalars=rerun.result.scalars, forked_from=record.model_id, **place)
+    start = StartFrom(
+        snapshot=snapshot,
+        scalars=rerun.result.scalars,
+        forked_from=record.model_id,
+        incarnation=record.incarnation,
+        step=record.step,
+        attempt=record.attempt,
+    )
     try:
         return await create_model(settings, project=name[0], name=name[1], model=model, start_from=start)
     except ModelRefusedError:

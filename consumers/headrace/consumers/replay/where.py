@@ -11,6 +11,7 @@ arithmetic, no function and no pattern of a text.
 
 import ast
 import operator
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -152,23 +153,28 @@ def _plain(value: object) -> Value:
 def _rows(sampled: SampledGroup) -> Iterator[Row]:
     group = sampled.group
     rewards = [trajectory.reward for trajectory in group.trajectories]
+    if not rewards:
+        return
+    of_group = {
+        "group_id": group.group_id,
+        "job_id": group.job_id,
+        "trajectories": len(rewards),
+        "exceptions": len(group.exceptions),
+        "max_reward": max(rewards),
+        "min_reward": min(rewards),
+        "mean_reward": sum(rewards) / len(rewards),
+    }
     turns = iter(sampled.turns)  # in the order of the choices
     for trajectory in group.trajectories:
         choices = [item for items, _tools in trajectory.histories() for item in items if isinstance(item, Choice)]
         yield {
-            "group_id": group.group_id,
-            "job_id": group.job_id,
-            "trajectories": len(rewards),
-            "exceptions": len(group.exceptions),
-            "max_reward": max(rewards),
-            "min_reward": min(rewards),
-            "mean_reward": sum(rewards) / len(rewards),
+            **of_group,
             "reward": trajectory.reward,
             "tokens": sum(len(next(turns) or ()) for _ in choices),  # a turn that has text only has none
             "initial_policy_version": trajectory.initial_policy_version,
             "final_policy_version": trajectory.final_policy_version,
-            "metadata": {**group.metadata, **trajectory.metadata},
-            "metrics": {**group.metrics, **trajectory.metrics},
+            "metadata": ChainMap(trajectory.metadata, group.metadata),
+            "metrics": ChainMap(trajectory.metrics, group.metrics),
         }
 
 

@@ -39,7 +39,7 @@ _LONGEST_PAUSE = 30.0  # seconds, between attempts to reach a store
 class WeightAdapter(Protocol):
     """Puts weights into one engine.
 
-    It must be idempotent (a kill between applying and the ack applies twice, exactly-once rule 20), must leave the engine serving its
+    It must be idempotent (*repeatable-acks*: a kill between applying and the ack applies twice), must leave the engine serving its
     present weights when it raises, and must never use an adapter name again for other weights.
     """
 

